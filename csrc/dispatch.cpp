@@ -1,0 +1,438 @@
+// The GEMM ops: check, look up the plan, allocate, launch the kernel file.
+//
+// Plans and kernel files come from Python (cutegemm/plan.py), through one callback. It is called for what the fast path
+// does not know: a shape that has no plan yet, a kernel file that is not open yet, and every call that is not in order,
+// so that the rules and the sentences about them are written down once, in cutegemm/gemm.py.
+#include <dlfcn.h>
+
+#include <array>
+#include <atomic>
+#include <mutex>
+#include <shared_mutex>
+#include <string_view>
+#include <unordered_map>
+
+#include "torch_op.h"
+
+namespace cutegemm {
+namespace {
+
+// --- what Python and this file tell each other; mirrored in plan.py ---
+
+extern "C" {
+
+struct cutegemm_tensor {
+  int32_t present, dtype, cuda_index;  // torch's ScalarType; -1: not on a CUDA device
+  int32_t dim;
+  int64_t size[3], stride[3];
+};
+
+struct cutegemm_request {
+  int32_t scaled, out_dtype, fast_accum;  // out_dtype: torch's ScalarType, or -1 where the caller gave none
+  int32_t aligned_operands, aligned_out, device;
+  cutegemm_tensor a, b, scale_a, scale_b, bias, out;
+  const char* kernel;  // null: the plan chooses
+};
+
+struct cutegemm_plan_row {
+  int32_t m_limit;  // this row is for m up to here
+  const char* kernel;
+  cutegemm_options options;
+};
+
+// Answers a request by calling the functions below. Returns 0, or not 0 and a sentence in text.
+using cutegemm_resolver = int32_t (*)(const cutegemm_request*, char* text, int32_t text_size);
+}
+
+struct KernelFile {
+  int32_t (*prepare)();
+  int64_t (*workspace)(const cutegemm_call*);
+  int32_t (*launch)(const cutegemm_call*);
+  const char* (*error)(int32_t);
+  std::string name;
+  std::atomic<uint64_t> prepared{0};  // a bit for each device
+};
+
+struct PlanRow {
+  int32_t m_limit;
+  std::string kernel;
+  cutegemm_options options;
+  std::atomic<KernelFile*> file{nullptr};
+};
+
+// What a plan depends on, besides m. A plan is never changed, only added, so rows may be used without the lock.
+struct Key {
+  int32_t n, k;
+  uint8_t scaled, a, b, d, layout, fast_accum, aligned, device;
+  bool operator==(const Key& o) const {
+    return n == o.n && k == o.k && scaled == o.scaled && a == o.a && b == o.b && d == o.d && layout == o.layout &&
+           fast_accum == o.fast_accum && aligned == o.aligned && device == o.device;
+  }
+};
+struct KeyHash {
+  size_t operator()(const Key& key) const {
+    uint64_t h = (uint64_t(uint32_t(key.n)) << 32 | uint32_t(key.k)) * 0x9E3779B97F4A7C15ull;
+    for (uint8_t part : {key.scaled, key.a, key.b, key.d, key.layout, key.fast_accum, key.aligned, key.device}) {
+      h = (h ^ part) * 0x100000001B3ull;
+    }
+    return h ^ h >> 29;
+  }
+};
+using Plan = std::vector<PlanRow>;
+
+std::shared_mutex lock;
+std::unordered_map<Key, std::unique_ptr<Plan>, KeyHash> plans;
+std::unordered_map<std::string, std::unique_ptr<PlanRow>> named;  // rows for kernels that are asked for by name
+std::unordered_map<std::string, std::unique_ptr<KernelFile>> files;
+std::atomic<cutegemm_resolver> resolver{nullptr};
+
+int multiprocessors(int device) {
+  static std::array<std::atomic<int>, 64> counts{};
+  int count = counts[device % 64].load(std::memory_order_relaxed);
+  if (count == 0) {
+    check_cuda("cutegemm", cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+    counts[device % 64] = count;
+  }
+  return count;
+}
+
+// --- one call ---
+
+struct Problem {
+  const char* op;
+  bool scaled;
+  const Tensor &a, &b;
+  const Tensor *scale_a = nullptr, *scale_b = nullptr, *bias = nullptr, *out = nullptr;
+  std::optional<ScalarType> out_dtype;
+  bool fast_accum = false;
+  const std::string* kernel = nullptr;
+};
+
+cutegemm_tensor described(const Tensor* x) {
+  cutegemm_tensor d = {};
+  if (!x) return d;
+  d.present = 1;
+  aoti_torch_get_dtype(x->get(), &d.dtype);
+  d.cuda_index = x->is_cuda() ? x->get_device_index() : -1;
+  d.dim = int32_t(x->dim());
+  for (int i = 0; i < d.dim && i < 3; ++i) d.size[i] = x->size(i), d.stride[i] = x->stride(i);
+  return d;
+}
+
+constexpr uint8_t kOtherLayout = 9;  // for gemm_any alone
+
+// The leading dimension's stride, free where that dimension has one row: then whatever suits the kernels.
+int64_t leading(int64_t stride, int64_t rows, int64_t length) { return rows > 1 ? stride : (length + 15) / 16 * 16; }
+
+bool aligned16(const void* data, int64_t stride, int64_t bytes) {
+  return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride * bytes % 16 == 0;
+}
+
+// Takes an operand of `rows` by k apart: 0 if k is contiguous, 1 if the rows are, kOtherLayout if neither is.
+uint8_t orient(int64_t rows, int64_t k, int64_t& row_stride, int64_t& k_stride) {
+  if (k_stride == 1 || k == 1) {
+    k_stride = 1, row_stride = leading(row_stride, rows, k);
+    return 0;
+  }
+  if (row_stride == 1 || rows == 1) {
+    row_stride = 1, k_stride = leading(k_stride, k, rows);
+    return 1;
+  }
+  return kOtherLayout;
+}
+
+// A scale of one element, or of one for each of `count`; false: neither. Sets v.
+bool read_scale(const Tensor& x, int64_t count, bool row_too, cutegemm_vector& v) {
+  if (x.scalar_type() != ScalarType::Float) return false;
+  int64_t const dim = x.dim(), size = x.numel();
+  v.data = x.data_ptr();
+  v.dtype = CUTEGEMM_FP32;
+  v.stride = 0;
+  if (dim > 2) return false;
+  if (size == 1) return true;
+  if (size != count) return false;
+  int const along = dim == 2 && x.size(1) == count ? 1 : 0;  // (count, 1), or (1, count) where it may be
+  if (along == 1 && !row_too) return false;
+  v.stride = int32_t(x.stride(along));
+  return x.size(along) == count;
+}
+
+bool is_output_type(ScalarType t) {
+  return t == ScalarType::BFloat16 || t == ScalarType::Half || t == ScalarType::Float;
+}
+
+// Fills what does not depend on the output's memory. False: the call is not in order, and gemm.py can say why.
+bool prepare(const Problem& p, cutegemm_call& call, Key& key, ScalarType& d) {
+  if (p.a.dim() != 2 || p.b.dim() != 2) return false;
+  int64_t const m = p.a.size(0), k = p.a.size(1), n = p.b.size(1);
+  if (p.b.size(0) != k || m >= INT32_MAX || n >= INT32_MAX || k >= INT32_MAX) return false;
+  call.m = int32_t(m), call.n = int32_t(n), call.k = int32_t(k);
+  for (const Tensor* x : {&p.b, p.scale_a, p.scale_b, p.bias, p.out}) {
+    if (x && (!x->is_cuda() || x->get_device_index() != p.a.get_device_index())) return false;
+  }
+  ScalarType const a_type = p.a.scalar_type(), b_type = p.b.scalar_type();
+  call.a_dtype = kernel_dtype(a_type), call.b_dtype = kernel_dtype(b_type);
+  if (p.scaled) {
+    bool const a_fp8 = call.a_dtype == CUTEGEMM_E4M3 || call.a_dtype == CUTEGEMM_E5M2;
+    bool const b_fp8 = call.b_dtype == CUTEGEMM_E4M3 || call.b_dtype == CUTEGEMM_E5M2;
+    if (!a_fp8 || !b_fp8 || (call.a_dtype == CUTEGEMM_E5M2 && call.b_dtype == CUTEGEMM_E5M2)) return false;
+    if (!read_scale(*p.scale_a, m, false, call.scale_a) || !read_scale(*p.scale_b, n, true, call.scale_b)) return false;
+  } else if (a_type != b_type || (a_type != ScalarType::BFloat16 && a_type != ScalarType::Half)) {
+    return false;
+  }
+  if (p.bias) {
+    if (p.bias->dim() != 1 || p.bias->size(0) != n || !is_output_type(p.bias->scalar_type())) return false;
+    call.bias = {p.bias->data_ptr(), kernel_dtype(p.bias->scalar_type()), int32_t(p.bias->stride(0))};
+  }
+  d = p.out_dtype ? *p.out_dtype : p.out ? p.out->scalar_type() : p.scaled ? ScalarType::BFloat16 : a_type;
+  if (!is_output_type(d)) return false;
+  call.d_dtype = kernel_dtype(d);
+
+  call.a_stride[0] = p.a.stride(0), call.a_stride[1] = p.a.stride(1);
+  call.b_stride[0] = p.b.stride(0), call.b_stride[1] = p.b.stride(1);
+  uint8_t const a_layout = orient(m, k, call.a_stride[0], call.a_stride[1]);
+  uint8_t const b_layout = orient(n, k, call.b_stride[1], call.b_stride[0]);
+  if (p.scaled && b_layout == 1 && n > 1) return false;  // a row-major FP8 b
+  if (p.out) {
+    if (p.out->dim() != 2 || p.out->size(0) != m || p.out->size(1) != n || p.out->scalar_type() != d) return false;
+    call.d_stride[0] = p.out->stride(0), call.d_stride[1] = p.out->stride(1);
+    bool const rows_apart = n <= 1 || (call.d_stride[1] > 0 && (m <= 1 || call.d_stride[0] >= n * call.d_stride[1]));
+    bool const columns_apart = m <= 1 || (call.d_stride[0] > 0 && (n <= 1 || call.d_stride[1] >= m * call.d_stride[0]));
+    if (!rows_apart && !columns_apart) return false;
+    if (n == 1) call.d_stride[1] = 1;
+  } else {
+    call.d_stride[0] = n, call.d_stride[1] = 1;
+  }
+  if (m == 1 && call.d_stride[1] == 1) call.d_stride[0] = leading(0, 1, n);
+  call.a = p.a.data_ptr(), call.b = p.b.data_ptr();
+
+  int64_t const bytes = p.scaled ? 1 : 2, d_bytes = d == ScalarType::Float ? 4 : 2;
+  bool const aligned =
+      aligned16(call.a, call.a_stride[a_layout == 1], bytes) && aligned16(call.b, call.b_stride[b_layout == 0], bytes);
+  // A new output starts at the allocator's alignment.
+  bool const aligned_out =
+      call.d_stride[1] == 1 && aligned16(p.out ? p.out->data_ptr() : nullptr, call.d_stride[0], d_bytes);
+  key = {call.n,
+         call.k,
+         p.scaled,
+         uint8_t(call.a_dtype),
+         uint8_t(call.b_dtype),
+         uint8_t(call.d_dtype),
+         uint8_t(a_layout * 16 + b_layout),
+         p.fast_accum,
+         uint8_t(aligned * 2 + aligned_out),
+         uint8_t(p.a.get_device_index())};
+  return true;
+}
+
+// Has Python make good what is missing, or throws its sentence.
+void resolve(const Problem& p, const Key& key) {
+  cutegemm_resolver const ask = resolver.load();
+  CG_CHECK(ask, p.op, ": cutegemm's Python package is not loaded, so there are no plans; import cutegemm first");
+  cutegemm_request request = {};
+  request.scaled = p.scaled;
+  request.out_dtype = -1;
+  if (p.out_dtype) {
+    request.out_dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(*p.out_dtype));
+  }
+  request.fast_accum = p.fast_accum;
+  request.aligned_operands = key.aligned / 2, request.aligned_out = key.aligned % 2;
+  request.device = p.a.get_device_index();
+  request.a = described(&p.a), request.b = described(&p.b);
+  request.scale_a = described(p.scale_a), request.scale_b = described(p.scale_b);
+  request.bias = described(p.bias), request.out = described(p.out);
+  request.kernel = p.kernel ? p.kernel->c_str() : nullptr;
+  std::string text(8192, '\0');
+  if (ask(&request, text.data(), int32_t(text.size())) != 0) fail(text.c_str());
+}
+
+PlanRow* find(const Problem& p, const Key& key, int m) {
+  std::shared_lock<std::shared_mutex> guard(lock);
+  if (p.kernel) {
+    auto const it = named.find(*p.kernel);
+    return it == named.end() ? nullptr : it->second.get();
+  }
+  auto const it = plans.find(key);
+  if (it == plans.end()) return nullptr;
+  for (PlanRow& row : *it->second) {
+    if (m <= row.m_limit) return row.file.load(std::memory_order_acquire) ? &row : nullptr;
+  }
+  return nullptr;
+}
+
+void run(const Problem& p, cutegemm_call& call, const Key& key, void* d, const DeviceOf& device) {
+  // Where a kernel is asked for by name, Python checks each call that it takes the problem.
+  PlanRow* row = p.kernel ? nullptr : find(p, key, call.m);
+  if (!row) {
+    resolve(p, key);
+    row = find(p, key, call.m);
+    CG_CHECK(row && row->file, p.op, ": no kernel was found for m = ", call.m, ", n = ", call.n, ", k = ", call.k);
+  }
+  KernelFile* const file = row->file.load(std::memory_order_acquire);
+  uint64_t const bit = 1ull << (device.index % 64);
+  if (!(file->prepared.load(std::memory_order_acquire) & bit)) {
+    // Loading code is not allowed while this thread captures a graph, except like this.
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    cudaThreadExchangeStreamCaptureMode(&mode);
+    int32_t const status = file->prepare();
+    cudaThreadExchangeStreamCaptureMode(&mode);
+    CG_CHECK(status == 0, p.op, ": kernel ", file->name, " could not be loaded: ", file->error(status));
+    file->prepared.fetch_or(bit, std::memory_order_acq_rel);
+  }
+  call.d = d;
+  call.options = row->options;
+  call.sm_count = multiprocessors(device.index);
+  call.stream = device.stream;
+  std::optional<Tensor> workspace;
+  if (int64_t const bytes = file->workspace(&call)) {
+    workspace = empty({bytes}, ScalarType::Byte, p.a);
+    call.workspace = workspace->data_ptr();
+  }
+  int32_t const status = file->launch(&call);
+  CG_CHECK(status == 0, p.op, ": kernel ", file->name, " was not launched for m = ", call.m, ", n = ", call.n,
+           ", k = ", call.k, ": ", file->error(status));
+}
+
+// p.out, or a new tensor.
+std::optional<Tensor> execute(const Problem& p) {
+  cutegemm_call call = {};
+  Key key = {};
+  ScalarType d;
+  if (!prepare(p, call, key, d)) {
+    resolve(p, key);
+    fail(p.op, ": the call was found to be in order, but not by the dispatcher; please report this");
+  }
+  DeviceOf const device(p.a);
+  std::optional<Tensor> made;
+  if (!p.out) {
+    int64_t const sizes[2] = {call.m, call.n};
+    made = empty(Sizes(sizes, 2), d, p.a);
+  }
+  if (call.m == 0 || call.n == 0) {
+    resolve(p, key);
+  } else {
+    run(p, call, key, p.out ? p.out->data_ptr() : made->data_ptr(), device);
+  }
+  return made;
+}
+
+template <class T>
+const T* pointer(const std::optional<T>& x) {
+  return x ? &*x : nullptr;
+}
+
+Tensor mm(Tensor a, Tensor b, std::optional<Tensor> bias, std::optional<ScalarType> out_dtype,
+          std::optional<std::string> kernel) {
+  Problem p{"mm", false, a, b};
+  p.bias = pointer(bias), p.out_dtype = out_dtype, p.kernel = pointer(kernel);
+  return *execute(p);
+}
+
+void mm_out(Tensor out, Tensor a, Tensor b, std::optional<Tensor> bias, std::optional<ScalarType> out_dtype,
+            std::optional<std::string> kernel) {
+  Problem p{"mm", false, a, b};
+  p.bias = pointer(bias), p.out = &out, p.out_dtype = out_dtype, p.kernel = pointer(kernel);
+  execute(p);
+}
+
+Tensor scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, std::optional<Tensor> bias,
+                 std::optional<ScalarType> out_dtype, bool use_fast_accum, std::optional<std::string> kernel) {
+  Problem p{"scaled_mm", true, a, b, &scale_a, &scale_b};
+  p.bias = pointer(bias), p.out_dtype = out_dtype, p.fast_accum = use_fast_accum, p.kernel = pointer(kernel);
+  return *execute(p);
+}
+
+void scaled_mm_out(Tensor out, Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, std::optional<Tensor> bias,
+                   std::optional<ScalarType> out_dtype, bool use_fast_accum, std::optional<std::string> kernel) {
+  Problem p{"scaled_mm", true, a, b, &scale_a, &scale_b};
+  p.bias = pointer(bias), p.out = &out, p.out_dtype = out_dtype, p.fast_accum = use_fast_accum;
+  p.kernel = pointer(kernel);
+  execute(p);
+}
+
+}  // namespace
+}  // namespace cutegemm
+
+// --- called by plan.py ---
+
+#define CUTEGEMM_API extern "C" __attribute__((visibility("default")))
+
+CUTEGEMM_API void cutegemm_set_resolver(cutegemm::cutegemm_resolver resolve) { cutegemm::resolver = resolve; }
+
+// Opens a kernel file under its name. Returns 0, or not 0 and a sentence.
+CUTEGEMM_API int32_t cutegemm_open(const char* name, const char* path, char* text, int32_t text_size) {
+  using namespace cutegemm;
+  auto const refuse = [&](const std::string& why) {
+    std::snprintf(text, size_t(text_size), "kernel file %s: %s", path, why.c_str());
+    return 1;
+  };
+  std::unique_lock<std::shared_mutex> guard(lock);
+  auto& file = files[name];
+  if (!file) {
+    void* const handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    if (!handle) return refuse(dlerror());
+    auto const symbol = [&](const char* of) { return dlsym(handle, of); };
+    auto const get_name = reinterpret_cast<const char* (*)()>(symbol("cutegemm_name"));
+    auto const get_abi = reinterpret_cast<int32_t (*)()>(symbol("cutegemm_abi"));
+    if (!get_name || !get_abi) return refuse("it is not a kernel file");
+    if (get_abi() != CUTEGEMM_ABI) return refuse("it was built for another version of cutegemm");
+    if (std::string_view(get_name()) != name) return refuse(std::string("it holds ") + get_name() + " instead");
+    auto opened = std::make_unique<KernelFile>();
+    opened->name = name;
+    opened->prepare = reinterpret_cast<int32_t (*)()>(symbol("cutegemm_prepare"));
+    opened->workspace = reinterpret_cast<int64_t (*)(const cutegemm_call*)>(symbol("cutegemm_workspace"));
+    opened->launch = reinterpret_cast<int32_t (*)(const cutegemm_call*)>(symbol("cutegemm_launch"));
+    opened->error = reinterpret_cast<const char* (*)(int32_t)>(symbol("cutegemm_error"));
+    if (!opened->prepare || !opened->workspace || !opened->launch || !opened->error) {
+      return refuse("it lacks a function of kernel_abi.h");
+    }
+    file = std::move(opened);
+  }
+  for (auto& [key, plan] : plans) {
+    for (PlanRow& row : *plan) {
+      if (row.kernel == name) row.file.store(file.get(), std::memory_order_release);
+    }
+  }
+  return 0;
+}
+
+// Adds the plan for a request's shape, from rows in ascending order of m_limit, or a row under the request's kernel
+// name.
+CUTEGEMM_API void cutegemm_add_plan(const cutegemm::cutegemm_request* request, const cutegemm::cutegemm_plan_row* rows,
+                                    int32_t count, int32_t layout, int32_t a, int32_t b, int32_t d) {
+  using namespace cutegemm;
+  std::unique_lock<std::shared_mutex> guard(lock);
+  auto const fill = [&](PlanRow& row, const cutegemm_plan_row& from) {
+    row.m_limit = from.m_limit;
+    row.kernel = from.kernel;
+    row.options = from.options;
+    auto const it = files.find(row.kernel);
+    row.file = it == files.end() ? nullptr : it->second.get();
+  };
+  if (request->kernel) {
+    auto row = std::make_unique<PlanRow>();
+    fill(*row, rows[0]);
+    named.emplace(request->kernel, std::move(row));
+    return;
+  }
+  Key const key = {int32_t(request->b.size[1]),
+                   int32_t(request->b.size[0]),
+                   uint8_t(request->scaled),
+                   uint8_t(a),
+                   uint8_t(b),
+                   uint8_t(d),
+                   uint8_t(layout),
+                   uint8_t(request->fast_accum),
+                   uint8_t(request->aligned_operands * 2 + request->aligned_out),
+                   uint8_t(request->device)};
+  auto plan = std::make_unique<Plan>(count);
+  for (int i = 0; i < count; ++i) fill((*plan)[i], rows[i]);
+  plans.emplace(key, std::move(plan));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(cutegemm, CUDA, m) {
+  m.impl("mm", TORCH_BOX(&cutegemm::mm));
+  m.impl("mm_out", TORCH_BOX(&cutegemm::mm_out));
+  m.impl("scaled_mm", TORCH_BOX(&cutegemm::scaled_mm));
+  m.impl("scaled_mm_out", TORCH_BOX(&cutegemm::scaled_mm_out));
+}

@@ -1,0 +1,69 @@
+// What a kernel file is: a shared object that computes d = epilogue(a @ b) and exports the functions below. It knows
+// neither torch nor Python; whoever generated it (the CUTLASS emitter, a template of ours, the CuTe DSL), dispatch.cpp
+// opens it by name and calls it through this header alone.
+#pragma once
+#include <stdint.h>
+
+#define CUTEGEMM_ABI 1
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum cutegemm_dtype {
+  CUTEGEMM_NONE = 0,
+  CUTEGEMM_FP32 = 1,
+  CUTEGEMM_BF16 = 2,
+  CUTEGEMM_FP16 = 3,
+  CUTEGEMM_E4M3 = 4,
+  CUTEGEMM_E5M2 = 5,
+};
+
+// An operand of the epilogue that varies along one side of d: a scale for each row, a bias for each column.
+typedef struct cutegemm_vector {
+  const void* data;  // null: the operand is absent (a scale of one, a bias of zero)
+  int32_t dtype;     // FP32, BF16 or FP16
+  int32_t stride;    // elements from one row (or column) to the next; 0: one element serves them all
+} cutegemm_vector;
+
+// Launch options of one kernel file; a plan chooses them with the kernel. Zero always means the kernel's default.
+typedef struct cutegemm_options {
+  int32_t split;       // how many parts k is cut into
+  int32_t swizzle;     // width, in tiles, of the band that rasterization walks through for reuse in L2
+  int32_t raster;      // 0: along m or n as the kernel likes, 1: along m first, 2: along n first
+  int32_t prefetch;    // KB of b that a CTA asks into L2 before it waits for the kernel ahead of it
+  int32_t constant_b;  // 1: no kernel in flight writes b, so that it may be read before that wait
+  int32_t no_chain;    // 1: launch without programmatic dependent launch
+} cutegemm_options;
+
+typedef struct cutegemm_call {
+  int32_t m, n, k;
+  int32_t a_dtype, b_dtype, d_dtype;
+  const void* a;                                  // (m, k)
+  const void* b;                                  // (k, n)
+  void* d;                                        // (m, n)
+  int64_t a_stride[2], b_stride[2], d_stride[2];  // in elements, for the two dimensions as written above
+  cutegemm_vector scale_a, scale_b, bias;         // along m, n, n
+  cutegemm_options options;
+  int32_t sm_count;  // of the current device
+  void* workspace;   // cutegemm_workspace() bytes, 256-byte aligned, uninitialized
+  void* stream;      // cudaStream_t of the current device
+} cutegemm_call;
+
+// The kernel's name, as in variants.py, and the CUTEGEMM_ABI it was built with.
+const char* cutegemm_name(void);
+int32_t cutegemm_abi(void);
+
+// Loads the device code on the current device and sets its attributes: once a device, outside of the hot path.
+int32_t cutegemm_prepare(void);
+
+// Bytes of workspace that this call needs.
+int64_t cutegemm_workspace(const cutegemm_call* call);
+
+// Enqueues the kernel. Returns 0, or a code for cutegemm_error(); when it fails nothing was written.
+int32_t cutegemm_launch(const cutegemm_call* call);
+const char* cutegemm_error(int32_t code);
+
+#ifdef __cplusplus
+}
+#endif

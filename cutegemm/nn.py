@@ -1,0 +1,154 @@
+"""Linear modules on the library's GEMMs, for inference, and `quantize_`, which puts them into a model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+import cutegemm
+
+
+class Linear(nn.Module):
+    """x @ weight.t() + bias through `cutegemm.mm`, with a BF16 weight. Forward only.
+
+    Leading dimensions of x are flattened, which copies an x that has no view with two dimensions. The result
+    has x's dtype unless `out_dtype` names another.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        out_dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.in_features, self.out_features, self.out_dtype = in_features, out_features, out_dtype
+
+        def empty(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device=device), requires_grad=False)
+
+        self.weight = empty(out_features, in_features)
+        self.register_parameter("bias", empty(out_features) if bias else None)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, out_dtype: torch.dtype | None = None) -> Linear:
+        """A BF16 copy of a torch Linear. What is BF16 already is shared: a tied weight stays tied."""
+        has_bias = linear.bias is not None
+        new = cls(linear.in_features, linear.out_features, has_bias, "meta", out_dtype)
+        new.weight = _bf16(linear.weight)
+        if has_bias:
+            new.bias = _bf16(linear.bias)
+        return new
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = cutegemm.mm(_rows(x), self.weight.t(), self.bias, out_dtype=self.out_dtype)
+        return y.reshape(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        bias = self.bias is not None
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}"
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def _bf16(parameter: Tensor) -> nn.Parameter:
+    if isinstance(parameter, nn.Parameter) and parameter.dtype == torch.bfloat16:
+        return parameter
+    return nn.Parameter(parameter.detach().to(torch.bfloat16), requires_grad=False)
+
+
+class Fp8Linear(nn.Module):
+    """x @ weight.t() + bias through `cutegemm.scaled_mm`, with an e4m3 weight. Forward only.
+
+    The weight has one scale an output channel; x is quantized at each call, with one scale a token. Leading
+    dimensions of x are flattened as in `Linear`, and the result has x's dtype.
+    """
+
+    weight: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, device: torch.device | str | None = None
+    ):
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        weight = torch.empty(out_features, in_features, dtype=torch.float8_e4m3fn, device=device)
+        self.register_buffer("weight", weight)
+        self.register_buffer("weight_scale", torch.empty(out_features, dtype=torch.float32, device=device))
+        empty = torch.empty(out_features, dtype=torch.bfloat16, device=device) if bias else None
+        self.register_parameter("bias", None if empty is None else nn.Parameter(empty, requires_grad=False))
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear) -> Fp8Linear:
+        """A quantized copy of a torch Linear. The best source is the weight in its original precision."""
+        has_bias = linear.bias is not None
+        new = cls(linear.in_features, linear.out_features, has_bias, "meta")
+        new.weight, new.weight_scale = cutegemm.quantize_fp8(linear.weight.detach(), granularity="channel")
+        if has_bias:
+            new.bias = _bf16(linear.bias)
+        return new
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, scale = cutegemm.quantize_fp8(_rows(x), granularity="token")
+        y = cutegemm.scaled_mm(q, self.weight.t(), scale, self.weight_scale, self.bias, out_dtype=x.dtype)
+        return y.reshape(*x.shape[:-1], self.out_features)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Fp8Linear:
+        # `.to(dtype)` converts all that is floating point. It must only move the weight's codes and their
+        # scale, so it is shown them as integers.
+        def move(tensor: Tensor) -> Tensor:
+            if tensor is self.weight:
+                return fn(tensor.view(torch.uint8)).view(tensor.dtype)
+            if tensor is self.weight_scale:
+                return fn(tensor.view(torch.int32)).view(tensor.dtype)
+            return fn(tensor)
+
+        return super()._apply(move, recurse)
+
+    extra_repr = Linear.extra_repr
+
+
+def quantize_(model: nn.Module, precision: str, skip: Collection[str] = ()) -> nn.Module:
+    """Replace a model's torch Linear modules by `Linear` ("bf16") or `Fp8Linear` ("fp8"); return the model.
+
+    Convert the model first, `model.to(torch.bfloat16)`: activations must be BF16. Modules whose dotted name
+    matches a pattern in `skip` ("head", "layers.0.*") stay as they are.
+
+    With "fp8", a Linear that shares its weight with another module, as a head tied to the embedding does,
+    becomes a BF16 `Linear`: the embedding keeps the 16-bit weight in memory anyway, and nothing after the
+    head averages its errors out.
+    """
+    if precision not in ("bf16", "fp8"):
+        raise ValueError(f"quantize_: precision is {precision!r}; it must be 'bf16' or 'fp8'")
+    if type(model) is nn.Linear:
+        raise ValueError("quantize_: model is itself a Linear; it must be a module that has Linear modules in it")
+    names = [name for name, _ in model.named_modules()]
+    for pattern in skip:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"quantize_: skip has {pattern!r}, which no module of the model is named; it must match one"
+            )
+    parameters = (p for module in model.modules() for p in module.parameters(recurse=False))
+    uses: Counter[Tensor] = Counter(parameters)
+    made: dict[nn.Linear, nn.Module] = {}  # a module that has two names is replaced by one
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        # A subclass of Linear may compute something else.
+        if type(module) is not nn.Linear or any(fnmatchcase(name, pattern) for pattern in skip):
+            continue
+        if module not in made:
+            fp8 = precision == "fp8" and uses[module.weight] == 1
+            made[module] = Fp8Linear.from_linear(module) if fp8 else Linear.from_linear(module)
+        model.set_submodule(name, made[module])
+    return model

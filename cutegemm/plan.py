@@ -1,0 +1,445 @@
+"""Which kernel computes a product: plans, and the answers to the dispatcher's requests.
+
+A plan is a list of (largest m, kernel, launch options) for one problem, which is everything but m. Where the shape was
+measured on this GPU (`tuned/<device name>.json`, made by tools/tune.py) the plan is the fastest kernels at the measured
+m; elsewhere a cost model ranks the kernels that may run. Either way it is data: `explain()` prints it, on any machine.
+
+csrc/dispatch.cpp keeps the plans it was given and calls `_resolve` for what it lacks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import cache
+from math import ceil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from . import gemm
+from .variants import KERNELS, AnyShape, Decode, Kernel, Tile
+
+# Where a plan may change kernels, and the sizes that tools/tune.py measures by default.
+LADDER = (
+    1,
+    2,
+    4,
+    8,
+    16,
+    32,
+    48,
+    64,
+    96,
+    128,
+    192,
+    256,
+    384,
+    512,
+    768,
+    1024,
+    1536,
+    2048,
+    3072,
+    4096,
+    6144,
+    8192,
+    16384,
+)
+NO_LIMIT = 2**31 - 1
+H200 = "NVIDIA H200"
+
+DTYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+}
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "e4m3": 1, "e5m2": 1}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Launch options of a kernel, as in csrc/kernel_abi.h; 0 is the kernel's default."""
+
+    split: int = 0
+    swizzle: int = 0
+    raster: int = 0
+    prefetch: int = 0
+    constant_b: int = 0
+    no_chain: int = 0
+
+    def __str__(self) -> str:
+        return ",".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name))
+
+
+class Choice(NamedTuple):
+    kernel: str
+    options: Options = Options()
+
+    def __str__(self) -> str:
+        """The form that `kernel=` takes: name:option=value,..."""
+        return ":".join(part for part in (self.kernel, str(self.options)) if part)
+
+    @classmethod
+    def parse(cls, text: str) -> Choice:
+        name, _, rest = text.partition(":")
+        known = {f.name for f in fields(Options)}
+        values = {}
+        for item in filter(None, rest.split(",")):
+            key, _, value = item.partition("=")
+            if key not in known or not value.isdigit():
+                raise ValueError(
+                    f"kernel: {item!r} is not an option; it must be {', '.join(sorted(known))} with a number"
+                )
+            values[key] = int(value)
+        return cls(name, Options(**values))
+
+
+class Row(NamedTuple):
+    m_limit: int
+    choice: Choice
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a plan is for: a product without its m."""
+
+    op: str
+    a: str
+    b: str
+    d: str
+    n: int
+    k: int
+    layout: str = "tn"  # of a and b, see variants.Gemm; "" where neither dimension of an operand is contiguous
+    fast_accum: bool = False
+    aligned: bool = True  # the operands' addresses and leading strides are multiples of 16 bytes
+    aligned_out: bool = True
+
+    def kernels(self, m: int) -> Iterator[Kernel]:
+        return (kernel for kernel in KERNELS.values() if self.takes(kernel, m))
+
+    def takes(self, kernel: Kernel, m: int) -> bool:
+        return kernel.takes(
+            self.op,
+            self.a,
+            self.b,
+            self.d,
+            self.layout,
+            self.fast_accum,
+            self.aligned,
+            self.aligned_out,
+            m,
+            self.n,
+            self.k,
+        )
+
+
+def candidates(problem: Problem, m: int) -> list[Choice]:
+    """Every kernel that may compute the problem, with the options worth trying."""
+    choices = []
+    for kernel in problem.kernels(m):
+        choices += [Choice(kernel.name, options) for options in _options(problem, kernel, m)]
+    fast = [choice for choice in choices if not isinstance(KERNELS[choice.kernel].tile, AnyShape)]
+    return fast or choices
+
+
+def _options(problem: Problem, kernel: Kernel, m: int) -> list[Options]:
+    tile = kernel.tile
+    k_bytes = problem.k * BYTES[problem.a]
+    if isinstance(tile, Decode):
+        splits = [split for split in (1, 2, 4, 8) if split == 1 or k_bytes >= split * 512]
+        return [Options(split=split, prefetch=prefetch) for split in splits for prefetch in (0, 64)]
+    if isinstance(tile, Tile):
+        if tile.split:
+            return [Options(split=s) for s in (2, 3, 4, 6, 8) if k_bytes % (16 * s) == 0 and k_bytes >= s * 512]
+        rows, columns = _grid(problem, tile, m)
+        if rows * columns <= 132:
+            return [Options()]
+        return [
+            Options(swizzle=s, raster=r) for s in (1, 2, 4, 8) for r in (1, 2) if s <= (columns if r == 1 else rows)
+        ]
+    return [Options()]
+
+
+def _grid(problem: Problem, tile: Tile, m: int) -> tuple[int, int]:
+    tile_m, tile_n = (tile.n, tile.m) if tile.swap else (tile.m, tile.n)
+    return ceil(m / tile_m), ceil(problem.n / tile_n)
+
+
+def cost(problem: Problem, choice: Choice, m: int) -> float:
+    """Modelled µs on an H200: waves of tiles at what a multiprocessor computes and reads, memory's bandwidth, launch.
+
+    The constants are fits to measurements on one H200 and need only rank kernels, not predict them.
+    """
+    kernel = KERNELS[choice.kernel]
+    tile, width = kernel.tile, BYTES[problem.a]
+    n, k = problem.n, problem.k
+    multiprocessors, bandwidth = 132, 4.2e6  # bytes a µs
+    memory = (n * k * width + m * k * width + m * n * BYTES[problem.d]) / bandwidth
+    peak = 5.9e6 * (2 if width == 1 else 1)  # FLOP a µs of one multiprocessor
+    if isinstance(tile, AnyShape):
+        waves = ceil(ceil(m / 64) * ceil(n / 64) / (3 * multiprocessors))
+        return 4 + max(memory, waves * 3 * 2 * 64 * 64 * k / (0.3 * 5.9e6), k * 0.02)
+    if isinstance(tile, Decode):
+        split = max(1, choice.options.split)
+        rows = 64 if tile.tokens <= 16 else 128
+        tiles = ceil(n / rows)
+        clusters = min(tiles, multiprocessors // split)
+        blocks = ceil(tiles / clusters) * ceil(k * width / 128 / split)
+        block = 0.1 if rows == 64 else 0.16 if tile.tokens == 32 else 0.2  # µs for 128 bytes of k
+        return 2.5 + (split > 1) * 0.7 + max(memory * (1 + 0.004 * tile.tokens), blocks * block)
+    split = max(1, choice.options.split)
+    rows, columns = _grid(problem, tile, m)
+    cluster = tile.cluster[0] * tile.cluster[1]
+    tiles = ceil(rows * columns * split / cluster) * cluster
+    share = k / split
+    efficiency = min(1.0, tile.n / 128) ** 0.5 * (0.8 if tile.m * tile.n < 128 * 128 else 1.0)
+    compute = 2 * tile.m * tile.n * share / (peak * 0.85 * efficiency)
+    read = (tile.m + tile.n) * share * width / 8e4
+    total = max(memory, ceil(tiles / multiprocessors) * max(compute, read))
+    reduction = 2.0 + m * n * 4 * (split + 1) / 5e6 if tile.split else 0.0
+    return 3.0 + total + reduction
+
+
+@cache
+def _tuned(device: str) -> dict[tuple[Any, ...], dict[int, list[Choice]]]:
+    """Measured rankings: (op, a, b, d, fast_accum, n, k) -> m -> choices, the fastest first."""
+    path = Path(__file__).parent / "tuned" / f"{device.replace(' ', '_')}.json"
+    if not path.exists():
+        return {}
+    table: dict[tuple[Any, ...], dict[int, list[Choice]]] = {}
+    names = {f.name for f in fields(Options)}
+    for row in json.loads(path.read_text())["rows"]:
+        key = tuple(row[name] for name in ("op", "a", "b", "d", "fast_accum", "n", "k"))
+        table.setdefault(key, {})[row["m"]] = [
+            Choice(best["kernel"], Options(**{name: best[name] for name in names if name in best}))
+            for best in row["best"]
+            if best["kernel"] in KERNELS
+        ]
+    return table
+
+
+def _best(problem: Problem, m: int, measured: list[Choice]) -> Choice:
+    for choice in measured:
+        if problem.takes(KERNELS[choice.kernel], m):
+            return choice
+    return min(candidates(problem, m), key=lambda choice: cost(problem, choice, m))
+
+
+def plan(problem: Problem, device: str = H200) -> tuple[Row, ...]:
+    """The rows in ascending order of m_limit; the last has no limit, so that every m has a kernel."""
+    key = (problem.op, problem.a, problem.b, problem.d, problem.fast_accum, problem.n, problem.k)
+    tuned = _tuned(device).get(key) or _tuned(H200).get(key) or {}
+    rows: list[Row] = []
+    for m in sorted({*LADDER, *tuned}):
+        at = min((measured for measured in tuned if measured >= m), default=max(tuned, default=0))
+        rows.append(Row(m, _best(problem, m, tuned.get(at, []))))
+    rows.append(Row(NO_LIMIT, _best(problem, 4 * LADDER[-1], tuned.get(max(tuned, default=0), []))))
+    return tuple(
+        row for row, after in zip(rows, [*rows[1:], None], strict=True) if after is None or row.choice != after.choice
+    )
+
+
+def choose(problem: Problem, m: int, device: str = H200) -> Choice:
+    return next(row.choice for row in plan(problem, device) if m <= row.m_limit)
+
+
+def explain(
+    op: str,
+    n: int,
+    k: int,
+    m: int | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    use_fast_accum: bool = True,
+    device: str = H200,
+) -> str:
+    """The plan of `op` ("mm" or "scaled_mm") for a weight of n rows and k columns, as text; with m, the row it takes.
+
+    dtype: of a and b; by default BF16 for mm and e4m3 for scaled_mm.
+    """
+    if op not in ("mm", "scaled_mm"):
+        raise ValueError(f"explain: op is {op!r}; it must be 'mm' or 'scaled_mm'")
+    operand = DTYPES[dtype or (torch.bfloat16 if op == "mm" else torch.float8_e4m3fn)]
+    problem = Problem(
+        op, operand, operand, DTYPES[out_dtype], n, k, fast_accum=use_fast_accum and op == "scaled_mm",
+        aligned=k * BYTES[operand] % 16 == 0, aligned_out=n * BYTES[DTYPES[out_dtype]] % 16 == 0,
+    )  # fmt: skip
+    key = (problem.op, problem.a, problem.b, problem.d, problem.fast_accum, problem.n, problem.k)
+    measured = sorted(_tuned(device).get(key, {}))
+    lines = [
+        f"{op} of {operand} to {problem.d}, n = {n}, k = {k} on {device}: "
+        + (f"measured at m = {', '.join(map(str, measured))}" if measured else "by the cost model")
+    ]
+    lower = 1
+    for row in plan(problem, device):
+        if m is None or lower <= m <= row.m_limit:
+            span = f"m = {lower}" if row.m_limit == lower else f"m = {lower} to {row.m_limit}"
+            lines.append(f"  {span if row.m_limit < NO_LIMIT else f'm from {lower}':<20} {row.choice}")
+        lower = row.m_limit + 1
+    return "\n".join(lines)
+
+
+# --- the dispatcher's side; the structures mirror csrc/dispatch.cpp and csrc/kernel_abi.h ---
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("present", "dtype", "cuda_index", "dim")),
+        ("size", ctypes.c_int64 * 3),
+        ("stride", ctypes.c_int64 * 3),
+    ]
+
+
+class _Request(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("scaled", "out_dtype", "fast_accum")),
+        *((name, ctypes.c_int32) for name in ("aligned_operands", "aligned_out", "device")),
+        *((name, _Tensor) for name in ("a", "b", "scale_a", "scale_b", "bias", "out")),
+        ("kernel", ctypes.c_char_p),
+    ]
+
+
+class _Options(ctypes.Structure):
+    _fields_ = [(f.name, ctypes.c_int32) for f in fields(Options)]
+
+
+class _Row(ctypes.Structure):
+    _fields_ = [("m_limit", ctypes.c_int32), ("kernel", ctypes.c_char_p), ("options", _Options)]
+
+
+# Torch's ScalarType numbers: they are part of its serialization format and do not change.
+_SCALAR_TYPES = {
+    0: torch.uint8, 1: torch.int8, 2: torch.int16, 3: torch.int32, 4: torch.int64, 5: torch.float16, 6: torch.float32,
+    7: torch.float64, 9: torch.complex64, 10: torch.complex128, 11: torch.bool, 15: torch.bfloat16,
+    23: torch.float8_e5m2, 24: torch.float8_e4m3fn, 25: torch.float8_e5m2fnuz, 26: torch.float8_e4m3fnuz,
+}  # fmt: skip
+_KERNEL_TYPES = {"": 0, "fp32": 1, "bf16": 2, "fp16": 3, "e4m3": 4, "e5m2": 5}
+
+
+class _Described:
+    """As much of a tensor as the checks look at."""
+
+    def __init__(self, tensor: _Tensor) -> None:
+        self.dtype = _SCALAR_TYPES.get(tensor.dtype, f"a torch dtype (ScalarType {tensor.dtype})")
+        self.shape = tuple(tensor.size[: min(tensor.dim, 3)]) + (1,) * max(0, tensor.dim - 3)
+        self.device = f"cuda:{tensor.cuda_index}" if tensor.cuda_index >= 0 else "cpu"
+        self._stride = tuple(tensor.stride[: len(self.shape)])
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def stride(self, dimension: int | None = None) -> Any:
+        return self._stride if dimension is None else self._stride[dimension]
+
+
+def _letter(unit_k: bool, unit_row: bool, if_k: str, if_row: str) -> str:
+    return if_k if unit_k else if_row if unit_row else ""
+
+
+def _problem(request: _Request, a: Any, b: Any, dtype: torch.dtype) -> tuple[Problem, int]:
+    """The request as a Problem, and the layout's number in the dispatcher's key."""
+    (m, k), n = a.shape, b.shape[1]
+    a_letter = _letter(a.stride(1) == 1 or k == 1, a.stride(0) == 1 or m == 1, "t", "n")
+    b_letter = _letter(b.stride(0) == 1 or k == 1, b.stride(1) == 1 or n == 1, "n", "t")
+    number = {"t": 0, "n": 1, "": 9}[a_letter] * 16 + {"n": 0, "t": 1, "": 9}[b_letter]
+    problem = Problem(
+        "scaled_mm" if request.scaled else "mm",
+        DTYPES[a.dtype],
+        DTYPES[b.dtype],
+        DTYPES[dtype],
+        n,
+        k,
+        a_letter + b_letter if a_letter and b_letter else "",
+        bool(request.fast_accum),
+        bool(request.aligned_operands),
+        bool(request.aligned_out),
+    )
+    return problem, number
+
+
+_lock = threading.Lock()
+_dispatcher: ctypes.CDLL | None = None
+
+
+def _answer(request: _Request) -> None:
+    described = {
+        name: _Described(getattr(request, name)) if getattr(request, name).present else None
+        for name in ("a", "b", "scale_a", "scale_b", "bias", "out")
+    }
+    a, b, scale_a, scale_b, bias, out = described.values()
+    asked = None if request.out_dtype < 0 else _SCALAR_TYPES.get(request.out_dtype, f"ScalarType {request.out_dtype}")
+    kernel = request.kernel.decode() if request.kernel else None
+    op = "scaled_mm" if request.scaled else "mm"
+    if request.scaled:
+        dtype = gemm.check_scaled_mm(a, b, scale_a, scale_b, bias, out, asked, kernel)  # type: ignore[arg-type]
+    else:
+        dtype = gemm.check_mm(a, b, bias, out, asked, kernel)  # type: ignore[arg-type]
+    assert a is not None and b is not None and _dispatcher is not None
+    if torch.cuda.get_device_capability(request.device) != (9, 0):
+        raise RuntimeError(
+            f"{op}: the GPU is {torch.cuda.get_device_name(request.device)}, compute capability "
+            f"{'.'.join(map(str, torch.cuda.get_device_capability(request.device)))}; it must be 9.0 (H100, H200)"
+        )
+    m = a.shape[0]
+    if m == 0 or b.shape[1] == 0:
+        return
+    problem, layout = _problem(request, a, b, dtype)
+    if kernel is None:
+        rows = plan(problem, torch.cuda.get_device_name(request.device))
+    else:
+        choice = Choice.parse(kernel)
+        if not problem.takes(KERNELS[choice.kernel], m):
+            raise ValueError(
+                f"{op}: kernel {choice.kernel} does not take m = {m}, n = {problem.n}, k = {problem.k} of {problem.a} "
+                f"and {problem.b} to {problem.d} in layout {problem.layout or 'other'}"
+                + ("" if problem.aligned and problem.aligned_out else ", not aligned to 16 bytes")
+            )
+        rows = (Row(NO_LIMIT, choice),)
+    c_rows = (_Row * len(rows))()
+    for to, row in zip(c_rows, rows, strict=True):
+        options = [getattr(row.choice.options, f.name) for f in fields(Options)]
+        to.m_limit, to.kernel, to.options = row.m_limit, row.choice.kernel.encode(), _Options(*options)
+    codes = (_KERNEL_TYPES[name] for name in (problem.a, problem.b, problem.d))
+    _dispatcher.cutegemm_add_plan(ctypes.byref(request), c_rows, len(rows), layout, *codes)
+    _open(next(row.choice.kernel for row in rows if m <= row.m_limit))
+
+
+def _open(name: str) -> None:
+    from . import library
+
+    assert _dispatcher is not None
+    text = ctypes.create_string_buffer(4096)
+    path = library.kernel(name)
+    if _dispatcher.cutegemm_open(name.encode(), str(path).encode(), text, len(text)):
+        raise RuntimeError(text.value.decode())
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.POINTER(_Request), ctypes.c_void_p, ctypes.c_int32)
+def _resolve(request: Any, text: int, size: int) -> int:
+    # Nothing may be raised into C: whatever goes wrong becomes the text of the op's RuntimeError.
+    try:
+        with _lock:
+            _answer(request.contents)
+        return 0
+    except BaseException as error:
+        message = str(error) or type(error).__name__
+        ctypes.memmove(text, message.encode()[: size - 1] + b"\0", min(len(message.encode()), size - 1) + 1)
+        return 1
+
+
+def connect(dispatcher: ctypes.CDLL) -> None:
+    """Called by library.py when the GEMM op library is loaded."""
+    global _dispatcher
+    _dispatcher = dispatcher
+    dispatcher.cutegemm_set_resolver(_resolve)
+
+
+__all__ = ["Choice", "Options", "Problem", "Row", "candidates", "choose", "cost", "explain", "plan"]

@@ -1,0 +1,226 @@
+"""Every GEMM kernel that this library declares.
+
+A `Gemm` says what is computed: the operation, the types, the layout, the epilogue. A kernel is a `Gemm` with one of its
+tiles, and its name is derived from the two. That name is the file, the profiler's symbol, the `kernel=` argument, the
+test id and the row in a benchmark. `tools/emit.py` turns a `Kernel` into its source, `plan.py` chooses among them.
+
+To add a kernel, add a tile to a declaration below, or a declaration with its tiles. Nothing else changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A CUTLASS 3.x kernel: TMA, wgmma, a persistent grid.
+
+    `m`, `n`, `k` and `cluster` are the MMA's sides; with `swap` the weight's n runs along the MMA's m side. A pingpong
+    kernel gives each of its two consumer warpgroups a tile of its own, a cooperative one halves the tile's m between
+    them. With `split` the parts of k are computed side by side and added by a second launch, in order.
+    """
+
+    m: int
+    n: int
+    k: int
+    cluster: tuple[int, int] = (1, 1)
+    schedule: str = "pingpong"
+    swap: bool = False
+    split: bool = False
+
+    def __str__(self) -> str:
+        name = f"{self.m}x{self.n}x{self.k}_{self.cluster[0]}x{self.cluster[1]}_{self.schedule}"
+        return name + "_swap" * self.swap + "_split" * self.split
+
+
+@dataclass(frozen=True)
+class Decode:
+    """csrc/decode.cuh: up to `tokens` rows of a, a cluster for a tile of the weight."""
+
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"decode{self.tokens}"
+
+
+@dataclass(frozen=True)
+class AnyShape:
+    """csrc/gemm_any.cuh: every size, stride and alignment, at mma.sync's speed."""
+
+    def __str__(self) -> str:
+        return "any"
+
+
+Tiles = Tile | Decode | AnyShape
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """What a family of kernels computes: d = epilogue(a @ b).
+
+    `a`, `b`, `d` are types by name; a kernel with `d` empty takes every type of d at launch. `layout` is BLAS's: a letter
+    for a and one for b, t for row-major and n for column-major. "tn", the default, is a row-major a and the transposed
+    view `w.t()` of a row-major weight.
+    """
+
+    op: str
+    a: str
+    b: str
+    d: str
+    epilogue: str
+    tiles: tuple[Tiles, ...]
+    layout: str = "tn"
+    fast_accum: bool = False
+
+    def __post_init__(self) -> None:
+        if len(set(self.tiles)) != len(self.tiles):
+            raise ValueError(f"{self.op} {self.a} {self.b} {self.d}: a tile is declared twice")
+        if self.layout not in ("tn", "tt", "nt", "nn"):
+            raise ValueError(f"{self.op}: layout is {self.layout!r} and must be tn, tt, nt or nn")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel file."""
+
+    gemm: Gemm
+    tile: Tiles
+
+    @cached_property
+    def name(self) -> str:
+        gemm = self.gemm
+        parts = [gemm.op, gemm.a, gemm.b, gemm.d, gemm.layout.replace("tn", ""), "fast" * gemm.fast_accum]
+        return "_".join([part for part in parts if part] + [str(self.tile)])
+
+    def takes(
+        self,
+        op: str,
+        a: str,
+        b: str,
+        d: str,
+        layout: str,
+        fast_accum: bool,
+        aligned: bool,
+        aligned_out: bool,
+        m: int,
+        n: int,
+        k: int,
+    ) -> bool:
+        """Whether this kernel may be launched for the problem.
+
+        `aligned`: the operands' addresses and leading strides are multiples of 16 bytes, which is what TMA asks for.
+        `aligned_out`: d is row-major and is so too, which kernels that store through TMA ask for.
+        """
+        gemm, tile = self.gemm, self.tile
+        if op != gemm.op:
+            return False
+        if isinstance(tile, AnyShape):
+            return (a, b) == (gemm.a, gemm.b) or (gemm.a == gemm.b == "fp8" and a in FP8 and b in FP8)
+        if (a, b, layout) != (gemm.a, gemm.b, gemm.layout) or not aligned or k == 0:
+            return False
+        if isinstance(tile, Decode):
+            return m <= tile.tokens
+        # A kernel that promotes its partial sums is right, only slower, where fast accumulation is allowed.
+        if gemm.fast_accum and not fast_accum:
+            return False
+        return n % 4 == 0 if tile.split else d == gemm.d and aligned_out
+
+
+FP8 = ("e4m3", "e5m2")
+ANY = (AnyShape(),)
+DECODE = (Decode(8), Decode(16), Decode(32), Decode(64))
+
+# 64 or 128 rows of weight by a few tokens: for what is too much for decode and too little to fill 128 x 128 tiles.
+FP8_NARROW = (
+    Tile(64, 16, 256, swap=True),
+    Tile(64, 32, 256, swap=True),
+    Tile(64, 64, 256, swap=True),
+    Tile(64, 128, 128, swap=True),
+    Tile(128, 64, 128, swap=True),
+    Tile(64, 64, 256, swap=True, split=True),
+    Tile(64, 128, 128, swap=True, split=True),
+)
+FP8_WIDE = (
+    Tile(64, 128, 128),
+    Tile(128, 128, 128, (2, 1)),
+    Tile(128, 128, 128, (1, 2)),
+    Tile(128, 256, 128, (2, 1), "cooperative"),
+    Tile(256, 128, 128, (2, 1), "cooperative"),
+)
+BF16_NARROW = (
+    Tile(64, 16, 128, swap=True),
+    Tile(64, 32, 128, swap=True),
+    Tile(64, 64, 128, swap=True),
+    Tile(64, 128, 64, swap=True),
+    Tile(128, 64, 64, swap=True),
+    Tile(64, 64, 128, swap=True, split=True),
+    Tile(64, 128, 64, swap=True, split=True),
+)
+BF16_WIDE = (
+    Tile(64, 128, 64),
+    Tile(128, 128, 64, (2, 1)),
+    Tile(128, 256, 64, (2, 1), "cooperative"),
+    Tile(128, 256, 64, (1, 2), "cooperative"),
+    Tile(256, 128, 64, (2, 1), "cooperative"),
+)
+# Promotion keeps a second accumulator, so a warpgroup can hold 64 x 128 of it: 128 x 128 only in cooperation.
+FULL_WIDE = Tile(128, 128, 128, (2, 1), "cooperative")
+
+
+def _scaled_mm() -> list[Gemm]:
+    def gemm(a: str, b: str, d: str, tiles: tuple[Tiles, ...], fast_accum: bool = False) -> Gemm:
+        return Gemm("scaled_mm", a, b, d, "scaled", tiles, fast_accum=fast_accum)
+
+    whole = tuple(tile for tile in FP8_NARROW + FP8_WIDE if not tile.split)
+    parts = tuple(tile for tile in FP8_NARROW + FP8_WIDE if tile.split)
+    few = (Tile(64, 64, 256, swap=True), Tile(64, 128, 128), Tile(128, 128, 128, (2, 1)))
+    return [
+        gemm("e4m3", "e4m3", "bf16", whole, fast_accum=True),
+        gemm("e4m3", "e4m3", "", parts, fast_accum=True),
+        gemm("e4m3", "e4m3", "", DECODE),
+        gemm("e4m3", "e4m3", "bf16", (Tile(64, 64, 128, swap=True), FULL_WIDE)),
+        gemm("e4m3", "e4m3", "fp16", few, fast_accum=True),
+        gemm("e4m3", "e4m3", "fp16", (FULL_WIDE,)),
+        gemm("e4m3", "e4m3", "fp32", few[::2], fast_accum=True),
+        gemm("e4m3", "e4m3", "fp32", (FULL_WIDE,)),
+        gemm("e5m2", "e4m3", "", DECODE[:2]),
+        gemm("e4m3", "e5m2", "", DECODE[:2]),
+        gemm("e5m2", "e4m3", "bf16", few[2:], fast_accum=True),
+        gemm("e4m3", "e5m2", "bf16", few[2:], fast_accum=True),
+        gemm("fp8", "fp8", "", ANY),
+    ]
+
+
+def _mm() -> list[Gemm]:
+    def gemm(a: str, d: str, tiles: tuple[Tiles, ...], layout: str = "tn") -> Gemm:
+        return Gemm("mm", a, a, d, "linear", tiles, layout=layout)
+
+    whole = tuple(tile for tile in BF16_NARROW + BF16_WIDE if not tile.split)
+    parts = tuple(tile for tile in BF16_NARROW + BF16_WIDE if tile.split)
+    few = (Tile(64, 32, 128, swap=True), Tile(64, 64, 128, swap=True), Tile(64, 128, 64), *BF16_WIDE[1:3])
+    gemms = [gemm("bf16", "bf16", whole), gemm("bf16", "", parts), gemm("fp16", "fp16", few)]
+    for a in ("bf16", "fp16"):
+        gemms += [gemm(a, "", DECODE), gemm(a, "fp32", (few[1], few[3])), gemm(a, "", ANY)]
+        gemms += [gemm(a, a, (BF16_WIDE[1],), layout) for layout in ("tt", "nt", "nn")]
+    return gemms
+
+
+GEMMS: tuple[Gemm, ...] = (*_scaled_mm(), *_mm())
+KERNELS: dict[str, Kernel] = {}
+for _gemm in GEMMS:
+    for _tile in _gemm.tiles:
+        _kernel = Kernel(_gemm, _tile)
+        if _kernel.name in KERNELS:
+            raise ValueError(f"{_kernel.name} is declared twice")
+        KERNELS[_kernel.name] = _kernel
+
+# One kernel of each kind of source, for a quick check that all of it builds.
+FAMILIES: dict[str, str] = {
+    "universal": "scaled_mm_e4m3_e4m3_bf16_fast_128x128x128_2x1_pingpong",
+    "universal_swap": "mm_bf16_bf16_bf16_64x64x128_1x1_pingpong_swap",
+    "universal_split": "scaled_mm_e4m3_e4m3_fast_64x64x256_1x1_pingpong_swap_split",
+    "decode": "scaled_mm_e4m3_e4m3_decode8",
+    "any": "mm_bf16_bf16_any",
+}

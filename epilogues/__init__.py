@@ -1,0 +1,30 @@
+"""The mathematics of a GEMM's epilogue, one plain function each, written once.
+
+The emitter traces a function into a CUTLASS EVT and into a CUDA expression; the reference calls the same function on
+torch tensors. So the two cannot drift apart.
+
+A traced function takes `accum` first and operands by name; it assigns its result to `D` and returns `D`. It has a
+comment above it in place of a docstring, and lives in a file of its own: the tracer reads the source and takes nothing
+else. `OPERANDS` says along which side of the output an operand runs, and what it is when a caller leaves it out.
+"""
+
+from typing import NamedTuple
+
+from .linear import linear
+from .scaled import scaled
+
+__all__ = ["EPILOGUES", "OPERANDS", "Operand", "linear", "scaled"]
+
+
+class Operand(NamedTuple):
+    along: str  # "m" or "n"
+    absent: float
+
+
+OPERANDS = {
+    "scale_a": Operand("m", 1.0),
+    "scale_b": Operand("n", 1.0),
+    "bias": Operand("n", 0.0),
+}
+
+EPILOGUES = {"linear": linear, "scaled": scaled}

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import hypothesis
+import pytest
+import torch
+
+hypothesis.settings.register_profile("cutegemm", deadline=None)  # a first call may load or build something
+hypothesis.settings.load_profile("cutegemm")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA GPU, and torch.cuda.is_available() is false")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory(request: pytest.FixtureRequest) -> None:
+    """What a GPU test allocates starts as NaN (and -1), so that a read of memory that nothing wrote shows.
+
+    The allocator serves requests up to 1 MB from a pool of small blocks, larger ones by splitting big blocks.
+    """
+    if request.node.get_closest_marker("gpu"):
+        torch.cuda.empty_cache()
+        small = [torch.full((2**20,), 0xFF, dtype=torch.uint8, device="cuda") for _ in range(64)]
+        large = torch.full((2**30,), 0xFF, dtype=torch.uint8, device="cuda")
+        torch.cuda.synchronize()
+        del small, large

@@ -1,0 +1,514 @@
+"""The bench, the tuner and the roofline without a GPU: what they make of times, what they refuse to time."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cutegemm import plan, roofline, testing
+from cutegemm.tools import bench, tune
+
+FP8, BF16 = bench.FAMILIES["gemm_fp8"], bench.FAMILIES["gemm_bf16"]
+
+
+def row(m, us, k=64, n=48, **peers):
+    return {
+        "op": "scaled_mm", "mode": "token-channel", "m": m, "n": n, "k": k, "kernel": "some",
+        "floor_us": 2.0, "err": 0.0017, "us": us, "tflops": 1.0, "peers": peers,
+    }  # fmt: skip
+
+
+META = {
+    "gpu": "NVIDIA H200",
+    "driver": "580.1",
+    "torch": "2.11.0",
+    "date": "2026-12-01",
+    "commit": "abc",
+    "peers": {},
+}
+HOST = row(1, 2.5, torch_row=3.0) | {"eager_us": 4.0, "peers_eager_us": {"torch_row": 6.04}}
+ROWS = [
+    row(1, 4.0, torch_row=8.0, torch_tensor=6.0),
+    row(1, 4.0, k=96, torch_row=2.0, torch_tensor=6.0),
+    row(256, 123.4, torch_row=246.8),
+    HOST,
+]
+
+
+# The roofline
+
+
+@pytest.mark.parametrize(
+    "nbytes, us",
+    [
+        (0, 0.73),
+        (0.5e6, (0.73 + 2.0) / 2),
+        (1e6, 2.0),
+        (16.8e6, 5.86),
+        ((8.7e6 + 16.8e6) / 2, (3.95 + 5.86) / 2),
+        (235e6, 56.4),
+        (235e6 + 43e6, 66.4),
+    ],
+)
+def test_read_floor_is_the_table_and_linear_between_its_points(nbytes, us):
+    assert roofline.read_floor_us(nbytes) == pytest.approx(us, rel=1e-9)
+
+
+def test_gemm_costs_by_hand():
+    assert roofline.gemm_flops(2, 3, 5) == 60
+    assert roofline.gemm_bytes(2, 3, 5) == (10 + 15) * 2 + 6 * 2
+    assert roofline.gemm_bytes(2, 3, 5, torch.float8_e4m3fn, torch.float32, scales=5) == 10 + 15 + 6 * 4 + 5 * 4
+
+
+def test_floor_is_bytes_for_few_tokens_and_flops_for_many():
+    def floor(m, dtype):
+        nbytes, flops = roofline.gemm_bytes(m, 6144, 4096, dtype), roofline.gemm_flops(m, 6144, 4096)
+        return nbytes, roofline.floor_us(nbytes, flops, dtype)
+
+    nbytes, few = floor(1, torch.float8_e4m3fn)
+    assert few == roofline.read_floor_us(nbytes) == pytest.approx(7.8, abs=0.1)
+    # 2 * 8192 * 6144 * 4096 = 412.3 GFLOP
+    assert floor(8192, torch.float8_e4m3fn)[1] == pytest.approx(272.3, abs=0.1)
+    assert floor(8192, torch.bfloat16)[1] == pytest.approx(530.0, abs=0.1)
+
+
+# What is made of the times
+
+
+def test_ratios_are_peer_over_ours_and_leave_the_host_row_out():
+    assert [ratio for ratio, _ in bench.ratios(ROWS, "torch_row")] == [0.5, 2.0, 2.0]
+    assert [ratio for ratio, _ in bench.ratios(ROWS, "torch_row", 2)] == [2.0]
+    assert [ratio for ratio, _ in bench.ratios(ROWS, "torch_row", 1, 255)] == [0.5, 2.0]
+    assert bench.ratios(ROWS, "vllm") == []
+
+
+@pytest.mark.parametrize(
+    "bar, passed, value",
+    [
+        (bench.Bar("gemm_fp8", "torch_row", "geomean", 1.0, last=64), True, "1.000"),
+        (bench.Bar("gemm_fp8", "torch_row", "geomean", 1.01, last=64), False, "1.000"),
+        (bench.Bar("gemm_fp8", "torch_row", "geomean", 1.25), True, "1.260"),
+        (bench.Bar("gemm_fp8", "torch_row", "minimum", 0.93), False, "0.500"),
+        (bench.Bar("gemm_fp8", "torch_row", "minimum", 0.5), True, "0.500"),
+        (bench.Bar("gemm_fp8", "torch_row", "geomean", 1.0, first=1024), None, "not measured"),
+        (bench.Bar("gemm_fp8", "vllm", "geomean", 1.0), None, "not measured"),
+    ],
+)
+def test_judge(bar, passed, value):
+    got, line = bench.judge(bar, ROWS)
+    assert got is passed
+    assert line.startswith({True: "pass", False: "MISS", None: "----"}[passed])
+    assert value in line
+    assert passed is None or bar.last or "worst of 3 0.500 at m=1 k=96 n=48" in line
+
+
+def test_bars_are_about_what_is_measured_and_say_where():
+    assert all(bar.peer in bench.FAMILIES[bar.family].peers for bar in bench.BARS)
+    assert all(bar.of in ("geomean", "minimum") for bar in bench.BARS)
+    assert all(any(bar.first <= m <= (bar.last or m) for m in bench.M) for bar in bench.BARS)
+    assert str(bench.Bar("gemm_fp8", "vllm", "geomean", 1.12, last=16)) == "geomean vs vllm, M <= 16, >= 1.12"
+    assert str(bench.Bar("gemm_fp8", "vllm", "minimum", 0.9)) == "minimum vs vllm, all M, >= 0.90"
+    assert "M >= 1024" in str(bench.Bar("gemm_fp8", "vllm", "geomean", 1, first=1024))
+    assert "M = 256" in str(bench.Bar("gemm_fp8", "vllm", "geomean", 1, first=256, last=256))
+
+
+def test_summary():
+    lines = bench.summary(FP8, ROWS)
+    assert lines[2].split() == ["1", "50%", "1.00", "(0.50)", "1.50", "(1.50)", "-"]
+    assert lines[3].split() == ["256", "2%", "2.00", "(2.00)", "-", "-"]
+    assert lines[4] == "host time of an eager call: scaled_mm 4.0 µs, torch row-wise 6.0 µs"
+    assert len(lines) == 5 + sum(bar.family == "gemm_fp8" for bar in bench.BARS)
+
+
+# Results files and README.md
+
+
+def save(folder, family="gemm_fp8", rows=ROWS):
+    bench.write(folder / f"{family}.json", bench.dump(META, rows))
+
+
+def test_results_are_json_with_a_line_a_row(tmp_path):
+    save(tmp_path / "new")
+    (file,) = (tmp_path / "new").iterdir()  # no temporary file is left
+    assert json.loads(file.read_text()) == {"meta": META, "rows": ROWS}
+    assert len(file.read_text().splitlines()) == len(ROWS) + 3
+
+
+def test_tables_of_results_made_by_hand(tmp_path):
+    save(tmp_path)
+    readme = "# Title\n\n<!-- measured:begin -->\nold\n<!-- measured:end -->\n\nrest\n"
+    text = bench.with_tables(readme, tmp_path)
+    assert (
+        text
+        == f"""# Title
+
+<!-- measured:begin -->
+**{FP8.title}.** µs a call; in parentheses torch row-wise's time over ours. Means are geometric.
+
+| k × n | M = 1 | M = 256 |
+| --- | --: | --: |
+| 64 × 48 | 4.0 (2.00) | 123 (2.00) |
+| 96 × 48 | 4.0 (0.50) | - |
+| mean, vs torch row-wise | 1.00 | 2.00 |
+| mean, vs torch tensor-wise | 1.50 | - |
+| mean, % of the floor | 50% | 2% |
+
+Host time of an eager call: scaled_mm 4.0 µs, torch row-wise 6.0 µs.
+Measured on one NVIDIA H200, driver 580.1, torch 2.11.0; 2026-12-01, commit abc.
+<!-- measured:end -->
+
+rest
+"""
+    )
+    assert bench.with_tables(text, tmp_path) == text
+
+
+def test_tables_without_results_or_marks(tmp_path):
+    begin, end = bench.MARKS
+    assert bench.with_tables(f"{begin}{end}", tmp_path) == f"{begin}\nNothing is measured yet.\n{end}"
+    for readme in ("no marks", f"{end} {begin}", f"{begin} {begin} {end}"):
+        with pytest.raises(ValueError, match="must hold"):
+            bench.with_tables(readme, tmp_path)
+
+
+def test_readme_is_in_step_with_the_committed_results():
+    readme = (bench.ROOT / "README.md").read_text()
+    written = bench.with_tables(readme, bench.ROOT / "benchmarks" / "h200")
+    assert written == readme, "run python tools/bench.py --tables"
+
+
+def test_committed_results_have_what_a_row_needs():
+    files = [path for name in bench.FAMILIES for path in (bench.ROOT / "benchmarks").glob(f"*/{name}.json")]
+    for path in files:
+        found = json.loads(path.read_text())
+        assert found["meta"].keys() >= META.keys(), path
+        for row in found["rows"]:
+            assert row.keys() >= {
+                "op",
+                "mode",
+                "m",
+                "n",
+                "k",
+                "kernel",
+                "us",
+                "floor_us",
+                "tflops",
+                "err",
+                "peers",
+            }
+            assert 0 < row["us"] < math.inf and row["err"] <= bench.MAX_ERROR, row
+            assert row["peers"].keys() <= bench.FAMILIES[path.stem].peers.keys(), row
+
+
+# Checking and timing, on a CPU with made-up times
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """What was asked for, as (candidates, rounds); the time of a candidate is its number of letters."""
+    asked = []
+
+    def samples(candidates, *, rounds, replay_ms=4.0):
+        for calls in candidates.values():
+            for call in calls:
+                call()
+        asked.append((list(candidates), rounds))
+        return {name: [float(len(name) or 1)] * rounds for name in candidates}
+
+    monkeypatch.setattr(testing, "interleaved_samples", samples)
+    monkeypatch.setattr(testing, "input_sets", lambda nbytes, device: 3)
+    monkeypatch.setattr(testing, "host_time", lambda fn, calls=1: (fn(), 5.0)[1])
+    monkeypatch.setattr(bench, "HOST", 32)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    return asked
+
+
+def right(x, out):
+    d = x.a.float() @ x.b.float() * x.scale_a * x.scale_b
+    return d.bfloat16() if out is None else out.copy_(d)
+
+
+def right_tensor_wise(x, out):
+    return right(x._replace(scale_a=x.one_a, scale_b=x.one_b), out)
+
+
+def raises(x, out):
+    raise RuntimeError("n is 48\nand more")
+
+
+def family_of(ours, **peers):
+    return replace(FP8, ours=bench.Candidate("ours", ours), peers=peers)
+
+
+@pytest.mark.parametrize("family", [FP8, BF16], ids=lambda family: family.name)
+def test_error_of_what_is_right_is_the_rounding_of_the_result(on_cpu, family):
+    shape = bench.Shape(family, 48, 64, (1, 40), device="cpu")
+    for m in (1, 40):
+        assert 0 < shape.error(bench.Candidate("", right), m) < 2.5e-3
+    assert 0 < shape.error(bench.Candidate("", right_tensor_wise, tensor_wise=True), 40) < 2.5e-3
+    assert shape.error(bench.Candidate("", right_tensor_wise), 40) > bench.MAX_ERROR
+
+
+def test_error_sees_an_unwritten_row_and_a_second_call_that_is_wrong(on_cpu):
+    def all_but_one_row(x, out):
+        out[:7] = right(x, None)[:7]
+        out[8:] = right(x, None)[8:]
+
+    def second_is_wrong(x, out, calls=[]):  # noqa: B006
+        calls.append(out)
+        right(x, out)
+        if len(calls) == 2:
+            out[0] = 0
+
+    shape = bench.Shape(FP8, 48, 64, (40,), device="cpu")
+    assert 7 not in torch.linspace(0, 39, 16).round()  # the values of that row are not looked at
+    assert shape.error(bench.Candidate("", all_but_one_row), 40) == math.inf
+    assert shape.error(bench.Candidate("", second_is_wrong), 40) > bench.MAX_ERROR
+
+
+def test_calls_rotate_over_inputs_and_results(on_cpu):
+    seen = []
+    shape = bench.Shape(BF16, 48, 64, (8, 16), device="cpu")
+    for call in shape.calls(bench.Candidate("", lambda x, out: seen.append((x, out))), 8):
+        call()
+    assert len({x.a.data_ptr() for x, _ in seen}) == len({x.b.data_ptr() for x, _ in seen}) == len(seen) == 3
+    assert seen[0][1].data_ptr() != seen[1][1].data_ptr() and seen[0][1].data_ptr() == seen[2][1].data_ptr()
+    assert all(x.a.shape == (8, 64) and x.b.shape == (64, 48) and out.shape == (8, 48) for x, out in seen)
+
+
+def test_half_of_the_rounds_run_in_the_opposite_order(on_cpu):
+    assert bench.times({"a": [], "bb": [], "ccc": []}, rounds=7) == {"a": 1.0, "bb": 2.0, "ccc": 3.0}
+    assert on_cpu == [(["a", "bb", "ccc"], 4), (["ccc", "bb", "a"], 4)]
+
+
+def test_run_makes_rows_and_leaves_out_peers_that_fail(on_cpu, capsys):
+    family = family_of(
+        right,
+        torch_row=bench.Candidate("row", right),
+        torch_tensor=bench.Candidate("tensor", right_tensor_wise, tensor_wise=True, eager=False),
+        wrong=bench.Candidate("wrong", right_tensor_wise),
+        broken=bench.Candidate("broken", raises),
+        vllm=bench.Candidate("vllm", raises),
+    )
+    rows, refused = bench.run(family, [(64, 48)], (1, 5), without=("vllm",), device="cpu")
+    assert not refused
+    assert [(row["m"], row["n"], row["k"]) for row in rows] == [(1, 48, 64), (5, 48, 64), (1, 32, 32)]
+    first = rows[0]
+    assert first["peers"] == {"torch_row": len("torch_row"), "torch_tensor": len("torch_tensor")}
+    assert (first["us"], first["floor_us"]) == (1.0, 0.73)
+    assert plan.Choice.parse(first["kernel"]) == plan.choose(bench.problem(FP8, 48, 64), 1)
+    assert first["err"] < 3e-3
+    assert "eager_us" not in first
+    assert rows[2]["eager_us"] == 5.0 and rows[2]["peers_eager_us"] == {"torch_row": 5.0}
+    out = capsys.readouterr().out
+    assert "left out at m=1 n=48 k=64: broken: n is 48\n" in out
+    assert "wrong: relative error is" in out
+    assert "vllm" not in out
+    json.dumps(rows)
+
+
+@pytest.mark.parametrize("family", [FP8, BF16], ids=lambda family: family.name)
+def test_run_of_the_real_candidates(on_cpu, family):
+    rows, refused = bench.run(family, [(64, 48)], (1, 17), without=("vllm",), device="cpu")
+    assert not refused
+    assert [row["peers"].keys() for row in rows] == [family.peers.keys() - {"vllm"}] * 3
+    assert rows[-1]["peers_eager_us"].keys() == rows[-1]["peers"].keys()
+    shape, problem = bench.Shape(family, 48, 64, (17,), device="cpu"), bench.problem(family, 48, 64)
+    for choice in plan.candidates(problem, 17):
+        bench.refuse_wrong(shape, tune.forced(family, str(choice)), 17)
+    with pytest.raises(ValueError, match="not a kernel"):
+        bench.refuse_wrong(shape, tune.forced(family, "nothing"), 17)
+
+
+@pytest.mark.parametrize("ours, why", [(right_tensor_wise, "relative error is"), (raises, "n is 48")])
+def test_what_is_wrong_or_fails_is_not_timed(on_cpu, ours, why):
+    rows, refused = bench.run(family_of(ours), [(64, 48)], (1, 5), device="cpu")
+    assert rows == on_cpu == []
+    assert [why in sentence for sentence in refused] == [True] * 3
+    assert refused[0].startswith("scaled_mm m=1 n=48 k=64: ")
+
+
+def test_check_times_nothing(on_cpu):
+    rows, refused = bench.run(family_of(right), [(64, 48)], (5,), check_only=True, device="cpu")
+    assert not refused and not on_cpu
+    assert rows[0].keys() == {"op", "mode", "m", "n", "k", "kernel", "floor_us", "err"}
+
+
+# The command line
+
+
+@pytest.fixture
+def with_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+
+
+def test_main_writes_whole_runs_and_prints_parts(monkeypatch, tmp_path, capsys, with_gpu):
+    monkeypatch.setattr(bench, "ROOT", tmp_path)
+    monkeypatch.setattr(
+        bench, "run", lambda family, *args: (ROWS[:0], ["m=1: wrong"]) if family is BF16 else (ROWS, [])
+    )
+    assert bench.main(["gemm_fp8", "--m", "1,16"]) == 0
+    assert list(tmp_path.iterdir()) == []
+    assert bench.main(["gemm_fp8", "--commit", "abc"]) == 0
+    found = json.loads((tmp_path / "benchmarks" / "h200" / "gemm_fp8.json").read_text())
+    assert found["rows"] == ROWS
+    assert found["meta"]["gpu"] == "NVIDIA H200" and found["meta"]["commit"] == "abc"
+    assert bench.main(["gemm_bf16", "--nk", "48x64", "--out", str(tmp_path / "out")]) == 1
+    assert (tmp_path / "out" / "gemm_bf16.json").exists()
+    assert "REFUSED m=1: wrong" in capsys.readouterr().out
+
+
+def test_main_says_what_it_can_not_do(capsys, tmp_path, with_gpu, monkeypatch):
+    for argv, why in ((["gemm"], "gemm is not a family"), (["--peers", str(tmp_path)], "has no _C.abi3.so")):
+        with pytest.raises(SystemExit):
+            bench.main(argv)
+        assert why in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        bench.main([])
+    assert "there is no GPU" in capsys.readouterr().err
+
+
+def test_nk_is_n_by_k():
+    assert bench.nk_pairs("6144x4096,8x16") == ((4096, 6144), (16, 8))
+    assert bench.slug("NVIDIA H200") == "h200" and bench.slug("NVIDIA H100 PCIe") == "h100_pcie"
+
+
+def test_commit_tells_whether_what_is_measured_differs_from_it(monkeypatch, tmp_path, with_gpu):
+    git = shutil.which("git")
+    assert git
+
+    def run(*command):
+        identity = ("-c", "user.name=n", "-c", "user.email=e")
+        subprocess.run((git, *identity, *command), cwd=tmp_path, check=True, capture_output=True)
+
+    monkeypatch.setattr(bench, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert bench.metadata()["commit"] == "unknown"
+    for name in ("kernel.cu", "README.md", "benchmarks/x.json"):
+        bench.write(tmp_path / name, "old")
+    run("init")
+    run("add", ".")
+    run("commit", "-m", "m")
+    commit = bench.metadata()["commit"]
+    assert len(commit) == 12
+    bench.write(tmp_path / "README.md", "new")
+    bench.write(tmp_path / "benchmarks/x.json", "new")
+    assert bench.metadata()["commit"] == commit
+    bench.write(tmp_path / "kernel.cu", "new")
+    assert bench.metadata()["commit"] == commit + "+dirty"
+
+
+# The tuner
+
+
+@pytest.fixture
+def tuning(on_cpu, monkeypatch):
+    """Kernels by name: k<number> takes that many us, others are refused or wrong."""
+
+    def us(name):
+        return float(name[1:].partition(":")[0])
+
+    def forced(family, name):
+        return bench.Candidate(name, {"r": raises, "w": right_tensor_wise}.get(name[0], right))
+
+    def time_interleaved(calls, *, rounds, replay_ms):
+        on_cpu.append((list(calls), rounds))
+        return {name: us(name) for name in calls}
+
+    def shape_on_cpu(*args):
+        return made(*args, device="cpu")
+
+    made = bench.Shape
+    monkeypatch.setattr(bench, "Shape", shape_on_cpu)
+    monkeypatch.setattr(tune, "forced", forced)
+    monkeypatch.setattr(tune, "glance", lambda calls: us(calls[0].__closure__[0].cell_contents.title))
+    monkeypatch.setattr(testing, "time_interleaved", time_interleaved)
+    return on_cpu
+
+
+CHOICES = [plan.Choice(f"k{us}") for us in (9, 3, 8, 4, 7, 5, 55)]
+CHOICES += [
+    plan.Choice("k6", plan.Options(split=2, prefetch=64)),
+    plan.Choice("refuses", plan.Options(split=3)),
+    plan.Choice("refuses"),
+    plan.Choice("wrong"),
+]
+
+
+def test_survey_takes_a_closer_look_at_the_best(tuning, capsys):
+    faults: Counter[str] = Counter()
+    best = tune.survey(bench.Shape(FP8, 48, 64, (5,)), 5, CHOICES, faults)
+    assert [row["us"] for row in best] == [3, 4, 5, 6, 7, 8]
+    assert best[0] == {"kernel": "k3", "us": 3.0}
+    assert best[3] == {"kernel": "k6", "split": 2, "prefetch": 64, "us": 6.0}
+    (everyone, few), (finalists, more) = tuning
+    assert "k9" in everyone and "k55" not in everyone  # over 1.5 * 3 + 50
+    assert len(finalists) == tune.KEPT and few < more
+    assert faults == {"n is 48": 2, "WRONG wrong": 1}
+    assert "WRONG at m=5 n=48 k=64: wrong: relative error is" in capsys.readouterr().out
+
+
+def test_survey_of_kernels_that_all_refuse(tuning):
+    assert tune.survey(bench.Shape(FP8, 48, 64, (5,)), 5, [plan.Choice("refuses")], Counter()) == []
+
+
+def test_merge_replaces_the_rows_of_the_same_problem():
+    def made(m, us, k=64):
+        problem = {"op": "mm", "a": "bf16", "b": "bf16", "d": "bf16", "fast_accum": False, "n": 48}
+        return {**problem, "k": k, "m": m, "best": [{"us": us}]}
+
+    rows = tune.merge([made(16, 1), made(8, 2), made(8, 3, k=32)], [made(16, 4), made(1, 5)])
+    found = [(row["k"], row["m"], row["best"][0]["us"]) for row in rows]
+    assert found == [(32, 8, 3), (64, 1, 5), (64, 8, 2), (64, 16, 4)]
+
+
+def test_tune_writes_a_table(tuning, monkeypatch, tmp_path, with_gpu, capsys):
+    monkeypatch.setattr(bench, "ROOT", tmp_path)
+    monkeypatch.setattr(plan, "candidates", lambda problem, m: CHOICES[:3])
+    assert tune.main(["scaled_mm", "--nk", "48x64", "--m", "1,5"]) == 0
+    assert tune.main(["mm", "--nk", "48x64", "--m", "5"]) == 0
+    found = json.loads((tmp_path / "cutegemm" / "tuned" / "NVIDIA_H200.json").read_text())
+    assert [tuple(row[name] for name in tune.KEY) for row in found["rows"]] == [
+        ("mm", "bf16", "bf16", "bf16", False, 48, 64, 5),
+        ("scaled_mm", "e4m3", "e4m3", "bf16", True, 48, 64, 1),
+        ("scaled_mm", "e4m3", "e4m3", "bf16", True, 48, 64, 5),
+    ]
+    assert [entry["kernel"] for entry in found["rows"][0]["best"]] == ["k3", "k8", "k9"]
+    assert found["meta"].keys() >= {"gpu", "driver", "torch", "date", "commit"}
+    # Another file starts from the rows of the table.
+    assert tune.main(["mm", "--nk", "48x64", "--m", "7", "--out", str(tmp_path / "new.json")]) == 0
+    assert len(json.loads((tmp_path / "new.json").read_text())["rows"]) == 4
+    assert "scaled_mm m=1 n=48 k=64: [{'kernel': 'k3', 'us': 3.0}]" in capsys.readouterr().out
+    # A problem that nothing takes keeps the row of before, and the run fails.
+    monkeypatch.setattr(plan, "candidates", lambda problem, m: [plan.Choice("refuses")])
+    table = tmp_path / "cutegemm" / "tuned" / "NVIDIA_H200.json"
+    assert tune.main(["mm", "--nk", "48x64", "--m", "5"]) == 1
+    assert json.loads(table.read_text())["rows"] == found["rows"]
+    assert "WRONG no kernel for mm m=5 n=48 k=64" in capsys.readouterr().out
+
+
+def test_plans_follow_a_table_that_was_tuned(tuning, monkeypatch, tmp_path, with_gpu):
+    """The file that tune writes is the file that plan reads, and the tuned m takes the fastest kernel."""
+    problem = bench.problem(FP8, 48, 64)
+    slowest = max(plan.candidates(problem, 5), key=lambda choice: plan.cost(problem, choice, 5))
+    monkeypatch.setattr(bench, "ROOT", tmp_path)
+    monkeypatch.setattr(plan, "__file__", str(tmp_path / "cutegemm" / "plan.py"))
+    monkeypatch.setattr(tune, "survey", lambda *args: [{"kernel": slowest.kernel, **vars(slowest.options), "us": 1}])
+    plan._tuned.cache_clear()
+    try:
+        assert plan.choose(problem, 5) != slowest
+        plan._tuned.cache_clear()
+        assert tune.main(["scaled_mm", "--nk", "48x64", "--m", "5"]) == 0
+        assert plan.choose(problem, 5) == slowest
+        assert "measured at m = 5" in plan.explain("scaled_mm", 48, 64)
+    finally:
+        plan._tuned.cache_clear()

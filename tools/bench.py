@@ -1,0 +1,613 @@
+"""Times the GEMMs beside their peers, and keeps the results.
+
+    python tools/bench.py                                   all families, into benchmarks/<gpu>/<family>.json
+    python tools/bench.py gemm_fp8 --m 1,16 --nk 6144x4096  some rows, printed; kept only where --out says
+    python tools/bench.py --peers DIR                       also vLLM's compiled ops, in DIR or DIR/vllm
+    python tools/bench.py --check                           compare results with float32, time nothing
+    python tools/bench.py --tables                          rewrite README.md's tables from what is committed
+
+What is compared is replayed in turns, in one run, from CUDA graphs over inputs that exceed L2
+(cutegemm/testing.py). A kernel whose result is wrong is not timed. benchmarks/README.md explains the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import cutegemm
+from cutegemm import plan, roofline, testing
+
+ROOT = Path(__file__).resolve().parent.parent
+MARKS = "<!-- measured:begin -->", "<!-- measured:end -->"
+
+Row = dict[str, Any]
+
+KN = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096), (7168, 2112), (7168, 18432), (18432, 7168))
+M = (1, 16, 64, 256, 1024, 4096, 8192)
+HOST = 1024  # n and k of the row with host times, at M = 1
+
+# Rounding to BF16 alone gives 1.7e-3, and FP8's fast accumulation up to 3e-3. A wrong kernel is far above.
+MAX_ERROR = 1e-2
+
+
+class Operands(NamedTuple):
+    """Inputs of one call, with the scales in every shape that a candidate takes: no call makes a view."""
+
+    a: Tensor  # (m, k)
+    b: Tensor  # (k, n), a weight's transposed view
+    scale_a: Tensor  # (m, 1)
+    scale_b: Tensor  # (1, n)
+    scale_w: Tensor  # scale_b as (n, 1)
+    one_a: Tensor  # (1,), and one_b: the scales of tensor-wise candidates, which read the same a and b
+    one_b: Tensor
+
+    def rows(self, m: int) -> Operands:
+        return self._replace(a=self.a[:m], scale_a=self.scale_a[:m])
+
+    def copy(self) -> Operands:
+        return self._replace(a=self.a.clone(), b=self.b.t().clone().t())
+
+
+@dataclass(frozen=True)
+class Candidate:
+    title: str
+    call: Callable[[Operands, Tensor | None], object]  # with the tensor to write, or None to make one
+    tensor_wise: bool = False  # takes one_a and one_b
+    eager: bool = True  # can make its result, so that a host time can be told
+
+
+@dataclass(frozen=True)
+class Family:
+    name: str
+    title: str
+    op: str
+    mode: str
+    dtype: torch.dtype
+    ours: Candidate
+    peers: dict[str, Candidate]  # the first is the one that README.md compares with
+
+
+def _scaled_mm(x: Operands, out: Tensor | None) -> object:
+    return cutegemm.scaled_mm(x.a, x.b, x.scale_a, x.scale_b, out=out)  # fast accumulation is its default
+
+
+def _torch_row(x: Operands, out: Tensor | None) -> object:
+    return torch._scaled_mm(x.a, x.b, x.scale_a, x.scale_b, out_dtype=torch.bfloat16, use_fast_accum=True, out=out)
+
+
+def _torch_tensor(x: Operands, out: Tensor | None) -> object:
+    return torch._scaled_mm(x.a, x.b, x.one_a, x.one_b, out_dtype=torch.bfloat16, use_fast_accum=True, out=out)
+
+
+def _vllm(x: Operands, out: Tensor | None) -> object:
+    return torch.ops._C.cutlass_scaled_mm(out, x.a, x.b, x.scale_a, x.scale_w, None)
+
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        Family(
+            "gemm_fp8",
+            "FP8: `scaled_mm`, e4m3, a scale per token and per channel, fast accumulation, BF16 result",
+            op="scaled_mm",
+            mode="token-channel",
+            dtype=torch.float8_e4m3fn,
+            ours=Candidate("scaled_mm", _scaled_mm),
+            peers={
+                "torch_row": Candidate("torch row-wise", _torch_row),
+                "torch_tensor": Candidate("torch tensor-wise", _torch_tensor, tensor_wise=True),
+                "vllm": Candidate("vLLM", _vllm, eager=False),
+            },
+        ),
+        Family(
+            "gemm_bf16",
+            "BF16: `mm`",
+            op="mm",
+            mode="bf16",
+            dtype=torch.bfloat16,
+            ours=Candidate("mm", lambda x, out: cutegemm.mm(x.a, x.b, out=out)),
+            peers={"torch_mm": Candidate("torch.mm", lambda x, out: torch.mm(x.a, x.b, out=out))},
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What is wanted of the ratio peer time / our time over the rows with first <= m <= last."""
+
+    family: str
+    peer: str
+    of: str  # "geomean" or "minimum"
+    least: float
+    first: int = 1
+    last: int | None = None
+
+    def __str__(self) -> str:
+        if self.last is None:
+            tokens = "all M" if self.first == 1 else f"M >= {self.first}"
+        elif self.first == self.last:
+            tokens = f"M = {self.first}"
+        else:
+            tokens = f"M <= {self.last}" if self.first == 1 else f"{self.first} <= M <= {self.last}"
+        return f"{self.of} vs {self.peer}, {tokens}, >= {self.least:.2f}"
+
+
+BARS = (
+    Bar("gemm_fp8", "torch_row", "geomean", 1.40, last=64),
+    Bar("gemm_fp8", "torch_row", "geomean", 1.15, first=256, last=256),
+    Bar("gemm_fp8", "torch_row", "geomean", 1.00, first=1024),
+    Bar("gemm_fp8", "torch_row", "minimum", 0.93),
+    Bar("gemm_fp8", "vllm", "geomean", 1.12, last=16),
+    Bar("gemm_fp8", "vllm", "geomean", 1.00, last=256),
+    Bar("gemm_bf16", "torch_mm", "geomean", 1.00),
+    Bar("gemm_bf16", "torch_mm", "minimum", 0.92),
+)
+
+
+# Inputs and calls
+
+
+def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x (rows, k) in the dtype, and a scale per row, (rows, 1): of one unless the dtype is FP8."""
+    if dtype == x.dtype:
+        return x, torch.ones(len(x), 1, device=x.device)
+    scale = x.abs().amax(dim=1, keepdim=True).float() / torch.finfo(dtype).max
+    return (x / scale).to(dtype), scale
+
+
+class Shape:
+    """The tensors of one family, n and k: made once and cut to each m. The values are normal."""
+
+    def __init__(self, family: Family, n: int, k: int, ms: Sequence[int], device: str = "cuda"):
+        self.family, self.n, self.k, self.device = family, n, k, device
+        generator = torch.Generator(device).manual_seed(k * 131 + n)
+
+        def normal(rows: int) -> Tensor:
+            return torch.randn(rows, k, generator=generator, device=device, dtype=torch.bfloat16)
+
+        a, scale_a = quantize_rows(normal(max(ms)), family.dtype)
+        weight, scale_w = quantize_rows(normal(n), family.dtype)
+        ones = torch.tensor([0.01, 0.02], device=device)
+        x = Operands(a, weight.t(), scale_a, scale_w.view(1, n), scale_w, ones[:1], ones[1:])
+        self.weight = weight.float()
+        self.outs = [torch.empty(max(ms), n, device=device, dtype=torch.bfloat16) for _ in range(2)]
+        self.sets = [x, *(x.copy() for _ in range(1, self.count(min(ms))))]
+
+    def bytes(self, m: int) -> int:
+        scales = m + self.n if self.family.dtype == torch.float8_e4m3fn else 0
+        return roofline.gemm_bytes(m, self.n, self.k, self.family.dtype, scales=scales)
+
+    def count(self, m: int) -> int:
+        return max(2, testing.input_sets(self.bytes(m), self.device))
+
+    def calls(self, candidate: Candidate, m: int) -> list[Callable[[], object]]:
+        """One call for each input set, into two results in turns."""
+
+        def bind(x: Operands, out: Tensor) -> Callable[[], object]:
+            return lambda: candidate.call(x, out)
+
+        return [bind(x.rows(m), self.outs[i % 2][:m]) for i, x in enumerate(self.sets[: self.count(m)])]
+
+    def error(self, candidate: Candidate, m: int) -> float:
+        """Relative error of two calls in a row: a kernel may start before the one ahead of it has ended.
+
+        16 rows are compared with the float32 product of the dequantized operands. The others must be finite,
+        where they were NaN before.
+        """
+        x = self.sets[0].rows(m)
+        sample = torch.linspace(0, m - 1, min(m, 16), device=self.device).round().long()
+        # Few operations take FP8; indexing bytes gives the same rows.
+        want = x.a.view(torch.uint8)[sample].view(x.a.dtype).float() @ self.weight.t()
+        want *= x.one_a * x.one_b if candidate.tensor_wise else x.scale_a[sample] * x.scale_b
+        outs = [out[:m] for out in self.outs]
+        for out in outs:
+            out.fill_(math.nan)
+        for call in self.calls(candidate, m)[:2]:
+            call()
+        if not all(bool(out.isfinite().all()) for out in outs):
+            return math.inf
+        return max(testing.relative_error(out[sample], want) for out in outs)
+
+
+class WrongResult(RuntimeError):
+    pass
+
+
+def refuse_wrong(shape: Shape, candidate: Candidate, m: int) -> float:
+    """The candidate's error; WrongResult where it is too large."""
+    error = shape.error(candidate, m)
+    if not error <= MAX_ERROR:
+        raise WrongResult(f"{candidate.title}: relative error is {error:.3g}; it must be at most {MAX_ERROR:g}")
+    return error
+
+
+def problem(family: Family, n: int, k: int) -> plan.Problem:
+    operand, width = plan.DTYPES[family.dtype], family.dtype.itemsize
+    return plan.Problem(
+        family.op,
+        operand,
+        operand,
+        "bf16",
+        n,
+        k,
+        fast_accum=family.op == "scaled_mm",
+        aligned=k * width % 16 == 0,
+        aligned_out=n * 2 % 16 == 0,
+    )
+
+
+# Measuring
+
+
+def times(candidates: dict[str, list[Callable[[], object]]], rounds: int) -> dict[str, float]:
+    """Median us a call. Half of the rounds run in opposite order, since a hot kernel slows the next one."""
+    half = math.ceil(rounds / 2)
+    samples = testing.interleaved_samples(candidates, rounds=half)
+    back = testing.interleaved_samples(dict(reversed(candidates.items())), rounds=half)
+    return {name: statistics.median(samples[name] + back[name]) for name in candidates}
+
+
+def measure(shape: Shape, m: int, peers: dict[str, Candidate], rounds: int, check_only: bool = False) -> Row:
+    """One row. Raises where our kernel fails or is wrong; a peer that does is left out, and said so."""
+    family, n, k = shape.family, shape.n, shape.k
+    error = refuse_wrong(shape, family.ours, m)
+    flops = roofline.gemm_flops(m, n, k)
+    row: Row = {"op": family.op, "mode": family.mode, "m": m, "n": n, "k": k}
+    row["kernel"] = str(plan.choose(problem(family, n, k), m, torch.cuda.get_device_name()))
+    row["floor_us"] = round(roofline.floor_us(shape.bytes(m), flops, family.dtype), 2)
+    row["err"] = float(f"{error:.2e}")
+    if check_only:
+        return row
+
+    candidates = {"": shape.calls(family.ours, m)}
+    for name, peer in peers.items():
+        try:
+            refuse_wrong(shape, peer, m)
+        except Exception as fault:  # a peer's kernels raise what they like
+            print(f"  left out at m={m} n={n} k={k}: {name}: {first_line(fault)}", flush=True)
+        else:
+            candidates[name] = shape.calls(peer, m)
+    measured = times(candidates, rounds)
+    us = measured.pop("")
+    row["us"] = round(us, 2)
+    row["tflops"] = round(flops / us / 1e6, 1)
+    row["peers"] = {name: round(t, 2) for name, t in measured.items()}
+    return row
+
+
+def measure_host(row: Row, shape: Shape, peers: dict[str, Candidate]) -> None:
+    """Adds the host's share of an eager call, result allocated: `eager_us` and `peers_eager_us`."""
+    x = shape.sets[0].rows(row["m"])
+
+    def host(candidate: Candidate) -> float:
+        return round(testing.host_time(lambda: candidate.call(x, None)), 2)
+
+    row["eager_us"] = host(shape.family.ours)
+    row["peers_eager_us"] = {name: host(peers[name]) for name in row["peers"] if peers[name].eager}
+
+
+def run(
+    family: Family,
+    kn: Sequence[tuple[int, int]] = KN,
+    ms: Sequence[int] = M,
+    without: Collection[str] = (),
+    rounds: int = 20,
+    check_only: bool = False,
+    device: str = "cuda",
+) -> tuple[list[Row], list[str]]:
+    """The family's rows, the last of them with host times, and a sentence for each row that was refused."""
+    peers = {name: peer for name, peer in family.peers.items() if name not in without}
+    rows: list[Row] = []
+    refused: list[str] = []
+
+    def sweep(n: int, k: int, ms: Sequence[int], host: bool = False) -> None:
+        shape = Shape(family, n, k, ms, device)
+        for m in ms:
+            try:
+                row = measure(shape, m, peers, rounds, check_only)
+                if host:
+                    measure_host(row, shape, peers)
+            except Exception as fault:
+                refused.append(f"{family.op} m={m} n={n} k={k}: {first_line(fault)}")
+                print(f"  REFUSED {refused[-1]}", flush=True)
+            else:
+                rows.append(row)
+                print(line(row), flush=True)
+
+    for k, n in kn:
+        sweep(n, k, ms)
+    if not check_only:
+        sweep(HOST, HOST, (1,), host=True)
+    return rows, refused
+
+
+def first_line(fault: Exception) -> str:
+    return next(iter(str(fault).splitlines()), "") or type(fault).__name__
+
+
+# Results
+
+
+def models(rows: Iterable[Row]) -> list[Row]:
+    """All but the row with host times, whose shape is no model's."""
+    return [row for row in rows if "eager_us" not in row]
+
+
+def ratios(rows: Iterable[Row], peer: str, first: int = 1, last: int | None = None) -> list[tuple[float, Row]]:
+    """(peer time / our time, row) over the models' shapes, the worst first."""
+    pairs = [
+        (row["peers"][peer] / row["us"], row)
+        for row in models(rows)
+        if peer in row["peers"] and first <= row["m"] <= (last or math.inf)
+    ]
+    return sorted(pairs, key=lambda pair: pair[0])
+
+
+def judge(bar: Bar, rows: Iterable[Row]) -> tuple[bool | None, str]:
+    """Whether the bar is passed (None: nothing was measured), and a line that says so."""
+    found = ratios(rows, bar.peer, bar.first, bar.last)
+    if not found:
+        return None, f"----  {bar.family}: {bar}: not measured"
+    worst, row = found[0]
+    value = statistics.geometric_mean(ratio for ratio, _ in found) if bar.of == "geomean" else worst
+    passed = value >= bar.least
+    where = f"worst of {len(found)} {worst:.3f} at m={row['m']} k={row['k']} n={row['n']}"
+    return passed, f"{'pass' if passed else 'MISS'}  {bar.family}: {bar}: {value:.3f} ({where})"
+
+
+def by_m(family: Family, rows: Sequence[Row]) -> dict[int, dict[str, Any]]:
+    """For each m: `floor`, the mean of floor / time, and by peer the mean ratio and the least."""
+    table: dict[int, dict[str, Any]] = {}
+    for m in sorted({row["m"] for row in models(rows)}):
+        shares = [row["floor_us"] / row["us"] for row in models(rows) if row["m"] == m]
+        table[m] = {"floor": statistics.geometric_mean(shares)}
+        for peer in family.peers:
+            found = [ratio for ratio, _ in ratios(rows, peer, m, m)]
+            if found:
+                table[m][peer] = statistics.geometric_mean(found), found[0]
+    return table
+
+
+def host_times(family: Family, rows: Iterable[Row]) -> str:
+    """The host's time of an eager call, ours first; empty where it was not measured."""
+    for row in rows:
+        if "eager_us" in row:
+            times = {family.ours.title: row["eager_us"]}
+            times |= {family.peers[name].title: us for name, us in row["peers_eager_us"].items()}
+            return ", ".join(f"{title} {us:.1f} µs" for title, us in times.items())
+    return ""
+
+
+def line(row: Row) -> str:
+    text = f"{row['op']} m={row['m']:<5} k={row['k']:<6} n={row['n']:<6}"
+    if "us" in row:
+        peers = " ".join(f"{name} {us:.2f}" for name, us in row["peers"].items())
+        text += f"{row['us']:9.2f} us {row['floor_us'] / row['us']:4.0%} of floor  {peers}  "
+    return text + f"err {row['err']:.1e}  {row['kernel']}"
+
+
+def summary(family: Family, rows: Sequence[Row]) -> list[str]:
+    """For a terminal: the ratios by M, host times, and the bars."""
+    lines = [f"{family.name}: peer time / ours, geometric mean (minimum) over shapes"]
+    lines.append(f"{'M':>6} {'% of floor':>11}" + "".join(f"{peer:>15}" for peer in family.peers))
+    for m, cells in by_m(family, rows).items():
+        pairs = (f"{cells[p][0]:.2f} ({cells[p][1]:.2f})" if p in cells else "-" for p in family.peers)
+        lines.append(f"{m:>6} {cells['floor']:>11.0%}" + "".join(f"{pair:>15}" for pair in pairs))
+    if host := host_times(family, rows):
+        lines.append(f"host time of an eager call: {host}")
+    return lines + [judge(bar, rows)[1] for bar in BARS if bar.family == family.name]
+
+
+def markdown(family: Family, meta: dict[str, Any], rows: Sequence[Row]) -> str:
+    """README.md's table: times by shape and M, with the ratio to the first peer, then the means."""
+    table = by_m(family, rows)
+    shapes = dict.fromkeys((row["k"], row["n"]) for row in models(rows))
+    at = {(row["k"], row["n"], row["m"]): row for row in models(rows)}
+    first = next(iter(family.peers))
+
+    def cell(row: Row | None) -> str:
+        if row is None:
+            return "-"
+        us = f"{row['us']:.1f}" if row["us"] < 100 else f"{row['us']:.0f}"
+        return us + (f" ({row['peers'][first] / row['us']:.2f})" if first in row["peers"] else "")
+
+    lines = [["k × n", *(f"M = {m}" for m in table)], ["---", *("--:" for _ in table)]]
+    lines += [[f"{k} × {n}", *(cell(at.get((k, n, m))) for m in table)] for k, n in shapes]
+    for name, peer in family.peers.items():
+        if ratios(rows, name):
+            means = (f"{cells[name][0]:.2f}" if name in cells else "-" for cells in table.values())
+            lines.append([f"mean, vs {peer.title}", *means])
+    lines.append(["mean, % of the floor", *(f"{cells['floor']:.0%}" for cells in table.values())])
+
+    versions = "".join(f", {name} {version}" for name, version in meta["peers"].items())
+    where = f"{meta['gpu']}, driver {meta['driver']}, torch {meta['torch']}{versions}"
+    host = host_times(family, rows)
+    return "\n".join(
+        [
+            f"**{family.title}.** µs a call; in parentheses {family.peers[first].title}'s time over ours. "
+            "Means are geometric.",
+            "",
+            *(f"| {' | '.join(cells)} |" for cells in lines),
+            "",
+            *([f"Host time of an eager call: {host}."] if host else []),
+            f"Measured on one {where}; {meta['date']}, commit {meta['commit']}.",
+        ]
+    )
+
+
+def tables(results: Path) -> str:
+    """What stands between README.md's marks, from the results in a folder."""
+    blocks = []
+    for family in FAMILIES.values():
+        path = results / f"{family.name}.json"
+        if path.exists():
+            found = json.loads(path.read_text())
+            blocks.append(markdown(family, found["meta"], found["rows"]))
+    return "\n\n".join(blocks) or "Nothing is measured yet."
+
+
+def with_tables(readme: str, results: Path) -> str:
+    """README.md's text with the tables of the results in place of what stands between its marks."""
+    begin, end = MARKS
+    if readme.count(begin) != 1 or readme.count(end) != 1 or readme.index(end) < readme.index(begin):
+        raise ValueError(f"README.md must hold {begin} once and, after it, {end} once")
+    head, rest = readme.split(begin)
+    tail = rest.split(end)[1]
+    return f"{head}{begin}\n{tables(results)}\n{end}{tail}"
+
+
+def write(path: Path, text: str) -> None:
+    """All of the file or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
+        file.write(text)
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)
+
+
+def dump(meta: dict[str, Any], rows: Iterable[Row]) -> str:
+    """A results file: a line a row, so that a diff shows which rows moved."""
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    return f'{{"meta": {json.dumps(meta)},\n"rows": [\n{lines}\n]}}\n'
+
+
+def metadata(commit: str | None = None) -> dict[str, Any]:
+    """Where and with what the results are made. commit: its name, where the tree has no git folder."""
+
+    def output(*command: str) -> str:
+        try:
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return ""
+        return done.stdout.strip()
+
+    if commit is None:
+        commit = output("git", "rev-parse", "--short=12", "HEAD") or "unknown"
+        # What this tool writes itself doesn't change what is measured.
+        changed = (
+            "git",
+            "status",
+            "--porcelain",
+            "--untracked-files=no",
+            "--",
+            ".",
+            ":!benchmarks",
+            ":!README.md",
+        )
+        if output(*changed):
+            commit += "+dirty"
+    driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": next(iter(driver.splitlines()), "unknown"),
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+        "commit": commit,
+    }
+
+
+def load_vllm(folder: Path) -> str:
+    """Loads vLLM's ops from their shared objects, without vLLM, and returns its version.
+
+    The version is the text of the file VERSION beside them or, without one, the hash of what was loaded.
+    """
+    if (folder / "vllm").is_dir():
+        folder = folder / "vllm"
+    digest = hashlib.sha256()
+    for name in ("_C_stable_libtorch", "_C"):
+        path = folder / f"{name}.abi3.so"
+        if path.exists():
+            digest.update(path.read_bytes())
+            torch.ops.load_library(path)
+    if not hasattr(torch.ops._C, "cutlass_scaled_mm"):
+        raise FileNotFoundError(f"--peers: {folder} has no _C.abi3.so that registers cutlass_scaled_mm")
+    version = folder / "VERSION"
+    return version.read_text().strip() if version.exists() else f"sha256 {digest.hexdigest()[:16]}"
+
+
+def slug(gpu: str) -> str:
+    """The folder of a GPU's results: "NVIDIA H200" is h200."""
+    return gpu.removeprefix("NVIDIA ").lower().replace(" ", "_")
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def nk_pairs(text: str) -> tuple[tuple[int, int], ...]:
+    """(k, n) of each NxK in a list."""
+    pairs = [part.split("x") for part in text.split(",")]
+    return tuple((int(k), int(n)) for n, k in pairs)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python tools/bench.py", description="Time the GEMMs beside their peers, and keep the results."
+    )
+    add = parser.add_argument
+    add("families", nargs="*", metavar="FAMILY", help=f"of {', '.join(FAMILIES)} (default: all)")
+    add("--m", type=numbers, metavar="M,...", help="numbers of tokens")
+    add("--nk", type=nk_pairs, metavar="NxK,...", help="shapes of the weight, (n, k)")
+    add("--peers", type=Path, metavar="DIR", help="folder of vLLM's shared objects, or its parent")
+    add("--rounds", type=int, default=20, metavar="N", help="samples of each candidate (default: 20)")
+    add("--out", type=Path, metavar="DIR", help="folder of the results (default: benchmarks/<gpu>)")
+    add("--commit", metavar="NAME", help="what is measured, where the tree has no git folder")
+    add("--check", action="store_true", help="compare results with float32, time nothing")
+    add("--tables", action="store_true", help="rewrite the tables in README.md, measure nothing")
+    args = parser.parse_args(argv)
+
+    if unknown := [name for name in args.families if name not in FAMILIES]:
+        parser.error(f"{unknown[0]} is not a family; they are {', '.join(FAMILIES)}")
+    if args.tables:
+        readme = ROOT / "README.md"
+        write(readme, with_tables(readme.read_text(), args.out or ROOT / "benchmarks" / "h200"))
+        return 0
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU: torch.cuda.is_available() is false")
+
+    meta = metadata(args.commit) | {"peers": {}}
+    if args.peers:
+        try:
+            meta["peers"]["vllm"] = load_vllm(args.peers)
+        except OSError as fault:
+            parser.error(str(fault))
+    out = args.out
+    if out is None and not (args.m or args.nk):
+        out = ROOT / "benchmarks" / slug(meta["gpu"])
+
+    lines: list[str] = []
+    refused: list[str] = []
+    for name in args.families or FAMILIES:
+        family = FAMILIES[name]
+        without = () if args.peers else ("vllm",)
+        rows, bad = run(family, args.nk or KN, args.m or M, without, args.rounds, args.check)
+        refused += bad
+        if not args.check:
+            lines += ["", *summary(family, rows)]
+            if out:
+                write(out / f"{name}.json", dump(meta, rows))
+    print("\n".join(lines))
+    for sentence in refused:
+        print(f"REFUSED {sentence}")
+    return 1 if refused else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

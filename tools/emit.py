@@ -1,0 +1,343 @@
+"""Turns the declarations of cutegemm/variants.py into the source of kernel files.
+
+    python tools/emit.py                 write every kernel's source to build/generated/
+    python tools/emit.py NAME            print one
+    python tools/emit.py --list          print the names
+    python tools/emit.py --check         fail if the emitted source differs from tests/golden/
+    python tools/emit.py --update-golden rewrite tests/golden/
+
+CUTLASS's own Python packages do what they are good at: `cutlass_library` emits the collectives of a GEMM, and
+`cutlass_cppgen` traces an epilogue function into a graph. The graph's text is ours, since its nodes are
+(csrc/epilogue.cuh), and so is the launcher that a file ends with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+from cutegemm.epilogues import EPILOGUES, OPERANDS
+from cutegemm.variants import KERNELS, AnyShape, Decode, Kernel, Tile
+
+ROOT = Path(__file__).resolve().parent.parent
+GOLDEN = ROOT / "tests" / "golden"
+
+CPP_TYPES = {
+    "bf16": "cutlass::bfloat16_t",
+    "fp16": "cutlass::half_t",
+    "fp32": "float",
+    "e4m3": "cutlass::float_e4m3_t",
+    "e5m2": "cutlass::float_e5m2_t",
+}
+BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "e4m3": 8, "e5m2": 8}
+
+
+@contextmanager
+def _elsewhere() -> Iterator[None]:
+    """Importing cutlass_cppgen writes a compiled_cache.db into the working directory."""
+    here = os.getcwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            yield
+        finally:
+            os.chdir(here)
+
+
+class Epilogue:
+    """An epilogue function, traced once: as an EVT type, as its arguments, and as a plain expression."""
+
+    def __init__(self, name: str) -> None:
+        with _elsewhere():
+            from cutlass_cppgen.backend.evt.ir.tensor import Tensor
+            from cutlass_cppgen.epilogue import trace
+        from cutlass_library import DataType, LayoutType
+
+        def example(*shape: int) -> Tensor:
+            return Tensor(element=DataType.f32, shape=shape, layout_tag=LayoutType.RowMajor)
+
+        # The tracer tells a row from a column by the shape alone, so the sides must differ.
+        m, n = 128, 96
+        function = EPILOGUES[name]
+        self.operands = function.__code__.co_varnames[1 : function.__code__.co_argcount]
+        examples = {"accum": example(m, n), "D": example(m, n)}
+        for operand in self.operands:
+            examples[operand] = example(m, 1) if OPERANDS[operand].along == "m" else example(n)
+        self.graph = trace(function, examples, cc=90).dag_ir
+        (self.root,) = self.graph.get_all_inputs("D")
+
+    def _inputs(self, node: str) -> list[str]:
+        return list(self.graph.get_all_inputs(node))
+
+    def evt(self, swap: bool, d: str, node: str | None = None) -> str:
+        """The type. The root's result has d's type, everything inside is FP32."""
+        from cutlass_cppgen.backend.library import op_tag
+
+        if node is None:
+            return self.evt(swap, d, self.root).replace("float,", f"{d},", 1)
+        if node == "accum":
+            return "cutlass::epilogue::fusion::Sm90AccFetch"
+        if node in OPERANDS:
+            along = "N" if (OPERANDS[node].along == "n") != swap else "M"
+            return f"cutegemm::VectorBroadcast<cutegemm::Along::{along}, TileShape>"
+        tag = op_tag(self.graph.get_node_meta(node).fn)
+        children = "".join(f",\n{self.evt(swap, d, child)}" for child in self._inputs(node)).replace("\n", "\n  ")
+        compute = f"{tag}, float, float, cutlass::FloatRoundStyle::round_to_nearest"
+        return f"cutlass::epilogue::fusion::Sm90EVT<\n  cutlass::epilogue::fusion::Sm90Compute<{compute}>{children}>"
+
+    def arguments(self, node: str | None = None) -> str:
+        """The nested initializer of the EVT's arguments: a node's inputs, then its own (none)."""
+        node = node or self.root
+        if node == "accum":
+            return "{}"
+        if node in OPERANDS:
+            return f"{{call.{node}, {OPERANDS[node].absent}f}}"
+        return "{" + ", ".join([self.arguments(child) for child in self._inputs(node)] + ["{}"]) + "}"
+
+    def expression(self, node: str | None = None) -> str:
+        """The same in C++, for one element."""
+        from cutlass_cppgen.backend.library import FunctionalOp as Op
+
+        symbols = {Op.Plus: "+", Op.Minus: "-", Op.Multiplies: "*", Op.Divides: "/"}
+        node = node or self.root
+        if node == "accum":
+            return "accum"
+        if node in OPERANDS:
+            return ("row." if OPERANDS[node].along == "m" else "column.") + node
+        left, right = self._inputs(node)
+        return f"({self.expression(left)} {symbols[self.graph.get_node_meta(node).fn]} {self.expression(right)})"
+
+
+@cache
+def epilogue(name: str) -> Epilogue:
+    return Epilogue(name)
+
+
+def formula(name: str) -> str:
+    """The epilogue for kernels that are not CUTLASS's: the operands of a row, those of a column, and the formula."""
+    sides = []
+    for side, along in (("Row", "m"), ("Column", "n")):
+        names = [operand for operand in epilogue(name).operands if OPERANDS[operand].along == along]
+        members = f"    float {', '.join(names)};\n" if names else ""
+        loads = ", ".join(f"cutegemm::load(call.{each}, {along}, {OPERANDS[each].absent}f)" for each in names)
+        sides.append(f"""\
+  struct {side} {{
+{members}  }};
+  static __device__ __forceinline__ {side} {side.lower()}(const cutegemm_call& call, int {along}) {{
+    return {{{loads}}};
+  }}
+""")
+    return f"""\
+// epilogues/{name}.py
+struct Formula {{
+{"".join(sides)}\
+  static __device__ __forceinline__ float apply(float accum, const Row& row, const Column& column) {{
+    return {epilogue(name).expression()};
+  }}
+}};
+"""
+
+
+def collectives(kernel: Kernel, d: str, functor: str) -> str:
+    """What cutlass_library emits for the kernel, under the kernel's own name."""
+    from cutlass_library import gemm_operation as go
+    from cutlass_library import library as lib
+
+    gemm, tile = kernel.gemm, kernel.tile
+    assert isinstance(tile, Tile)
+    types = {name: getattr(lib.DataType, {"fp16": "f16", "fp32": "f32"}.get(name, name)) for name in CPP_TYPES}
+    row, column = lib.LayoutType.RowMajor, lib.LayoutType.ColumnMajor
+
+    a = (gemm.a, row if gemm.layout[0] == "t" else column)
+    b = (gemm.b, column if gemm.layout[1] == "n" else row)
+    d_layout = row
+    if tile.swap:
+        transposed = {row: column, column: row}
+        a, b = (b[0], transposed[b[1]]), (a[0], transposed[a[1]])
+        d_layout = column
+
+    def tensor(dtype: str, layout: lib.LayoutType) -> lib.TensorDescription:
+        return lib.TensorDescription(types[dtype], layout, 128 // BITS[dtype])
+
+    instruction = lib.MathInstruction(
+        [64, tile.n, 256 // BITS[gemm.a]],
+        types[a[0]],
+        types[b[0]],
+        lib.DataType.f32,
+        lib.OpcodeClass.TensorOp,
+        lib.MathOperation.multiply_add,
+    )
+    description = lib.TileDescription([tile.m, tile.n, tile.k], 0, [4, 1, 1], instruction, 90, 90, [*tile.cluster, 1])
+    schedule = "TmaWarpSpecialized" + tile.schedule.capitalize() + ("FP8FastAccum" if gemm.fast_accum else "")
+    epilogue_schedule = "TmaWarpSpecialized" + ("Cooperative" if tile.schedule == "cooperative" else "")
+
+    class Operation(go.GemmOperation):
+        # CUTLASS's own name leaves the epilogue out and is 140 characters long.
+        def procedural_name(self) -> str:
+            return kernel.name
+
+    operation = Operation(
+        lib.GemmKind.Universal3x,
+        90,
+        description,
+        tensor(*a),
+        tensor(*b),
+        lib.TensorDescription(lib.DataType.void, d_layout, 128 // BITS[d]),
+        lib.DataType.f32,
+        lib.EpilogueFunctor.LinearCombination,
+        lib.SwizzlingFunctor.Identity1,
+        tensor(d, d_layout),
+        getattr(lib.KernelScheduleType, schedule),
+        getattr(lib.EpilogueScheduleType, epilogue_schedule),
+        lib.TileSchedulerType.Persistent,
+    )
+
+    class Functor:
+        def emit_declaration(self) -> str:
+            return functor
+
+    emitter = go.EmitGemmUniversal3xInstance()
+    # emit() reads the functor from the emitter, not from the operation, when the operation's is not one of its enum.
+    operation.epilogue_functor = Functor()
+    emitter.epilogue_functor = operation.epilogue_functor
+    text = emitter.emit(operation)
+    return "\n".join(line.rstrip() for line in text.strip().splitlines()) + "\n"
+
+
+def universal(kernel: Kernel) -> str:
+    gemm, tile = kernel.gemm, kernel.tile
+    assert isinstance(tile, Tile)
+    d = gemm.d or "fp32"
+    shape = f"using TileShape = cute::Shape<cute::_{tile.m}, cute::_{tile.n}, cute::_{tile.k}>;\n"
+    if tile.split:
+        # The parts of k meet in the second launch, so only that one has the epilogue.
+        fusion = "cutlass::epilogue::fusion"
+        functor = (
+            f"{fusion}::Sm90EVT<{fusion}::Sm90Compute<cutlass::epilogue::thread::Identity, float, float, "
+            f"cutlass::FloatRoundStyle::round_to_nearest>, {fusion}::Sm90AccFetch>"
+        )
+        extra = formula(gemm.epilogue)
+        members, launcher = "  using Formula = ::Formula;\n", "UniversalSplit"
+    else:
+        functor = epilogue(gemm.epilogue).evt(tile.swap, CPP_TYPES[d])
+        extra = f"// epilogues/{gemm.epilogue}.py\nusing Epilogue = {functor};\n"
+        functor = "Epilogue"
+        members = f"""\
+  static Epilogue::Arguments epilogue(const cutegemm_call& call) {{
+    return {epilogue(gemm.epilogue).arguments()};
+  }}
+"""
+        launcher = "Universal"
+    return f"""\
+#include "gemm_universal.cuh"
+
+{shape}{extra}
+{collectives(kernel, d, functor)}
+struct Variant {{
+  using Kernel = {kernel.name};
+  static constexpr bool kSwap = {"true" if tile.swap else "false"};
+{members}}};
+
+CUTEGEMM_KERNEL_FILE("{kernel.name}", cutegemm::{launcher}<Variant>)
+"""
+
+
+def decode(kernel: Kernel) -> str:
+    assert isinstance(kernel.tile, Decode)
+    gemm = kernel.gemm
+    types = ", ".join(CPP_TYPES[dtype] for dtype in (gemm.a, gemm.b))
+    return f"""\
+#include "decode.cuh"
+
+{formula(gemm.epilogue)}
+CUTEGEMM_KERNEL_FILE("{kernel.name}", cutegemm::Decode<{types}, {kernel.tile.tokens}, Formula>)
+"""
+
+
+def any_shape(kernel: Kernel) -> str:
+    gemm = kernel.gemm
+    operand = {"bf16": "__nv_bfloat16", "fp16": "__half", "fp8": "__nv_fp8_storage_t"}[gemm.a]
+    return f"""\
+#include "gemm_any.cuh"
+
+{formula(gemm.epilogue)}
+CUTEGEMM_KERNEL_FILE("{kernel.name}", cutegemm::any::AnyShape<{operand}, Formula>)
+"""
+
+
+def source(name: str) -> str:
+    """The source of the kernel file called `name`: deterministic, and complete but for csrc/ and CUTLASS."""
+    kernel = KERNELS.get(name)
+    if kernel is None:
+        raise ValueError(f"emit: {name!r} is not a declared kernel; `python tools/emit.py --list` prints them")
+    emitters = {Tile: universal, Decode: decode, AnyShape: any_shape}
+    return f"// Emitted by tools/emit.py from cutegemm/variants.py.\n{emitters[type(kernel.tile)](kernel)}"
+
+
+def names() -> list[str]:
+    return list(KERNELS)
+
+
+def golden_names() -> list[str]:
+    """One kernel of each declaration."""
+    first: dict[object, str] = {}
+    for name, kernel in KERNELS.items():
+        first.setdefault((kernel.gemm, isinstance(kernel.tile, Tile) and kernel.tile.swap), name)
+    return list(first.values())
+
+
+def check() -> list[str]:
+    """What differs from tests/golden/, as sentences."""
+    wrong = []
+    expected = {f"{name}.cu" for name in golden_names()}
+    for name in golden_names():
+        path = GOLDEN / f"{name}.cu"
+        if not path.exists():
+            wrong.append(f"{path.name} is missing from tests/golden")
+        elif path.read_text() != source(name):
+            wrong.append(f"{path.name} is not what is emitted now")
+    wrong += [f"{path.name} is no longer emitted" for path in GOLDEN.glob("*.cu") if path.name not in expected]
+    return wrong
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Emit the source of the declared kernels.")
+    parser.add_argument("name", nargs="?", help="print the source of this kernel")
+    parser.add_argument("--list", action="store_true", help="print the names of all kernels")
+    parser.add_argument("--check", action="store_true", help="compare with tests/golden")
+    parser.add_argument("--update-golden", action="store_true", help="rewrite tests/golden")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "generated", help="where to write all of them")
+    args = parser.parse_args(argv)
+    if args.name:
+        print(source(args.name), end="")
+    elif args.list:
+        print("\n".join(names()))
+    elif args.check:
+        wrong = check()
+        print("\n".join(wrong) or f"{len(golden_names())} emitted kernels are as in tests/golden")
+        if wrong:
+            print("If the change is meant, run `python tools/emit.py --update-golden` and review the difference.")
+        return bool(wrong)
+    else:
+        target = GOLDEN if args.update_golden else args.out
+        target.mkdir(parents=True, exist_ok=True)
+        wanted = golden_names() if args.update_golden else names()
+        for path in target.glob("*.cu"):
+            if path.stem not in wanted:
+                path.unlink()
+        for name in wanted:
+            path, text = target / f"{name}.cu", source(name)
+            if not path.exists() or path.read_text() != text:
+                path.write_text(text)
+        print(f"{len(wanted)} kernels in {target}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

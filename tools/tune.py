@@ -1,0 +1,140 @@
+"""Measures which kernel is best for which problem, into the table that cutegemm/plan.py reads.
+
+    python tools/tune.py                             both ops, every shape: cutegemm/tuned/<gpu>.json
+    python tools/tune.py mm --nk 6144x4096 --m 1,16  some problems; their rows replace those of before
+
+Every kernel that may run is checked, then timed beside the others: a few rounds of all of them, more rounds
+of the best six. A kernel that refuses a problem is left out, and one that is wrong is reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cutegemm
+from cutegemm import plan, testing
+from cutegemm.tools import bench
+
+Row = dict[str, Any]
+
+M = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 8192)
+KEPT = 6
+KEY = ("op", "a", "b", "d", "fast_accum", "n", "k", "m")
+
+
+def forced(family: bench.Family, kernel: str) -> bench.Candidate:
+    def scaled_mm(x: bench.Operands, out: Tensor | None) -> object:
+        return cutegemm.scaled_mm(x.a, x.b, x.scale_a, x.scale_b, out=out, kernel=kernel)
+
+    def mm(x: bench.Operands, out: Tensor | None) -> object:
+        return cutegemm.mm(x.a, x.b, out=out, kernel=kernel)
+
+    return bench.Candidate(kernel, scaled_mm if family.op == "scaled_mm" else mm)
+
+
+def glance(calls: Sequence[Callable[[], object]]) -> float:
+    """Time of a call in us, launched eagerly: of a small kernel no more than an upper limit."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for call in calls[:2]:
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3 / 2
+
+
+def survey(shape: bench.Shape, m: int, choices: Iterable[plan.Choice], faults: Counter[str]) -> list[dict[str, Any]]:
+    """The best choices as the table has them, the fastest first. faults counts what is wrong or refused."""
+    named = {str(choice): choice for choice in choices}
+    calls, seen = {}, {}
+    for name in named:
+        candidate = forced(shape.family, name)
+        try:
+            bench.refuse_wrong(shape, candidate, m)
+            calls[name] = shape.calls(candidate, m)
+            seen[name] = glance(calls[name])
+        except bench.WrongResult as fault:
+            print(f"  WRONG at m={m} n={shape.n} k={shape.k}: {fault}", flush=True)
+            faults[f"WRONG {name}"] += 1
+        except Exception as fault:
+            faults[bench.first_line(fault)] += 1
+
+    # What is far behind would take most of the time. The host needs some 50 us to launch a kernel by name.
+    limit = 1.5 * min(seen.values(), default=0.0) + 50
+    calls = {name: calls[name] for name, us in seen.items() if us <= limit}
+    first = testing.time_interleaved(calls, rounds=3, replay_ms=0.3)
+    finalists = sorted(first, key=first.__getitem__)[:KEPT]
+    final = testing.time_interleaved({name: calls[name] for name in finalists}, rounds=11, replay_ms=1.5)
+    best = []
+    for name in sorted(final, key=final.__getitem__):
+        options = {option: value for option, value in asdict(named[name].options).items() if value}
+        best.append({"kernel": named[name].kernel, **options, "us": round(final[name], 2)})
+    return best
+
+
+def merge(known: Iterable[Row], new: Iterable[Row]) -> list[Row]:
+    """Known rows, with new ones in place of those of the same problem; in the order of KEY."""
+    rows = {tuple(row[name] for name in KEY): row for row in (*known, *new)}
+    return [rows[key] for key in sorted(rows)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    families = {family.op: family for family in bench.FAMILIES.values()}
+    parser = argparse.ArgumentParser(
+        prog="python tools/tune.py", description="Measure which kernel is best for which problem."
+    )
+    add = parser.add_argument
+    add("ops", nargs="*", metavar="OP", help=f"of {', '.join(families)} (default: all)")
+    add("--m", type=bench.numbers, default=M, metavar="M,...", help="numbers of tokens")
+    add("--nk", type=bench.nk_pairs, default=bench.KN, metavar="NxK,...", help="shapes of the weight, (n, k)")
+    add("--out", type=Path, metavar="FILE", help="the table (default: cutegemm/tuned/<gpu>.json)")
+    add("--commit", metavar="NAME", help="what is measured, where the tree has no git folder")
+    args = parser.parse_args(argv)
+    if unknown := [op for op in args.ops if op not in families]:
+        parser.error(f"{unknown[0]} is not an op that has a table; they are {', '.join(families)}")
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU: torch.cuda.is_available() is false")
+
+    meta = bench.metadata(args.commit)
+    table = bench.ROOT / "cutegemm" / "tuned" / f"{meta['gpu'].replace(' ', '_')}.json"
+    out = args.out or table
+    # A new file starts from the table that is there.
+    source = out if out.exists() else table
+    rows = json.loads(source.read_text())["rows"] if source.exists() else []
+
+    faults: Counter[str] = Counter()
+    start = time.monotonic()
+    for op in args.ops or families:
+        for k, n in args.nk:
+            shape, problem = bench.Shape(families[op], n, k, args.m), bench.problem(families[op], n, k)
+            found = []
+            for m in args.m:
+                best = survey(shape, m, plan.candidates(problem, m), faults)
+                if best:
+                    what = {name: getattr(problem, name) for name in KEY if name != "m"}
+                    found.append({**what, "m": m, "best": best})
+                else:
+                    faults[f"WRONG no kernel for {op} m={m} n={n} k={k}"] += 1
+                print(f"{time.monotonic() - start:5.0f} s  {op} m={m} n={n} k={k}: {best[:1]}", flush=True)
+            rows = merge(rows, found)
+            bench.write(out, bench.dump(meta, rows))
+            del shape
+    wrong = [fault for fault in faults if fault.startswith("WRONG")]
+    for fault in wrong or [fault for fault, _ in faults.most_common(20)]:
+        print(f"{faults[fault]} times: {fault}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
