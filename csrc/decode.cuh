@@ -1,26 +1,30 @@
-// The GEMM of a few tokens: d = Formula(a @ b) for m <= 8, 16, 32 or 64, one skeleton for every weight format.
+// The GEMM of a few tokens: d = Formula(a @ b) for m <= 8, 16 or 32, one skeleton for every weight format.
 //
 // With so few rows of a the weight's bytes are all that counts, so everything here serves to keep them flowing:
-//  - The weight's rows run along the MMA's m side (64 a warpgroup), the tokens along its n side, which may be 8 wide.
-//    wgmma reads both from shared memory, so between TMA and tensor core no register and no instruction is spent on
-//    them. (mma.sync has no FP8 of its own on Hopper: converting to FP16 cost a fifth of the bandwidth.)
-//  - One thread issues all TMA loads, up to 200 KB ahead of the MMAs and across tiles, so that even half of the
-//    multiprocessors have enough in flight to use all of the memory's bandwidth.
-//  - A cluster of `split` CTAs shares a tile, each with its part of k, and adds through distributed shared memory in a
-//    fixed order. There is no workspace and no second launch.
+//  - The weight's rows run along the MMA's m side, the tokens along its n side, which may be 8 wide. wgmma reads both
+//    from shared memory, so between TMA and tensor core no register and no instruction is spent on them. (mma.sync has
+//    no FP8 of its own on Hopper: converting to FP16 cost a fifth of the bandwidth.)
+//  - A tile is as many rows as share n out evenly among the multiprocessors: the MMA's 64, or fewer, and then the rest
+//  of
+//    the MMA is computed for nothing, which costs nothing.
+//  - One thread issues all TMA loads, up to 200 KB ahead of the MMAs and across tiles. A stage takes 512 bytes of each
+//    row: of pieces of 128 bytes HBM gave a fifth less.
+//  - A cluster of `split` CTAs may share a tile, each with its part of k, and adds through distributed shared memory in
+//    a fixed order. There is no workspace and no second launch.
 //  - The tensor cores' FP8 sums lose bits, so each 128 bytes of k are summed apart and added in FP32: that is free
 //  here,
 //    and the results are as good as with use_fast_accum=False.
-//  - Programmatic dependent launch: before a CTA waits for the kernel ahead of it, it asks for its first weights. It
-//  asks
-//    into L2, where every write ends up, so the weights are right even if that kernel is still writing them.
+//  - Programmatic dependent launch: before a CTA waits for the kernel ahead of it, it may ask for its first weights. It
+//    asks into L2, where every write ends up, so the weights are right even if that kernel is still writing them.
 #pragma once
+#include <cuda.h>
+#include <cudaTypedefs.h>
 #include <cutlass/arch/barrier.h>
 #include <cutlass/numeric_types.h>
 
+#include <algorithm>
 #include <cute/algorithm/gemm.hpp>
 #include <cute/arch/cluster_sm90.hpp>
-#include <cute/atom/copy_traits_sm90_tma.hpp>
 #include <cute/atom/mma_traits_sm90_gmma.hpp>
 #include <cute/tensor.hpp>
 #include <cutlass/gemm/collective/builders/sm90_common.inl>
@@ -33,54 +37,50 @@ namespace cutegemm {
 
 using namespace cute;
 
-template <class ElementA, class ElementB, int kTokens_>
-struct DecodeTile {
-  static constexpr int kTokens = kTokens_;
-  static_assert(sizeof(ElementA) == sizeof(ElementB));
-  static constexpr int kWarpgroups = kTokens <= 16 ? 1 : 2;  // more rows of weight where a's bytes begin to count
-  static constexpr int kRows = 64 * kWarpgroups;
-  // A stage is several 128-byte spans of k: one alone is too short a piece of a row for HBM to be quick.
-  static constexpr int kSpans = 2;
-  static constexpr int kSpan = 128 / sizeof(ElementB), kBlock = kSpans * kSpan;
-  // Two CTAs fit a multiprocessor: this kernel's, and the next one's, which sets itself up and asks for its weights
-  // while this one ends. With more tokens the ring would get too short for that.
-  static constexpr int kOccupancy = kTokens <= 16 ? 2 : 1;
-  static constexpr int kStageBytes = 128 * kSpans * (kRows + kTokens);
-  static constexpr int kSumBytes = kTokens * kRows * int(sizeof(float));
-  static constexpr int kStages = (226 * 1024 / kOccupancy - kSumBytes - 2048) / kStageBytes;
-  static constexpr int kConsumers = 128 * kWarpgroups, kThreads = kConsumers + 32;
-
-  using Atom = decltype(GMMA::ss_op_selector<ElementB, ElementA, float, Shape<Int<64>, Int<kTokens>, Int<kSpan>>,
-                                             GMMA::Major::K, GMMA::Major::K>());
-  using Mma = decltype(make_tiled_mma(Atom{}, Layout<Shape<Int<kWarpgroups>, _1, _1>>{}));
-  using LayoutB =
-      decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<ElementB>{}, Shape<Int<kRows>, Int<kBlock>, Int<kStages>>{}));
-  using LayoutA =
-      decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<ElementA>{}, Shape<Int<kTokens>, Int<kBlock>, Int<kStages>>{}));
-
-  struct Shared {
-    alignas(1024) uint8_t b[cosize_v<LayoutB> * sizeof(ElementB)];
-    alignas(1024) uint8_t a[cosize_v<LayoutA> * sizeof(ElementA)];
-    alignas(16) float sums[kTokens * kRows];  // of the cluster, for the rows that this CTA finishes
-    uint64_t full[kStages], empty[kStages], sums_ready, sums_free;
-  };
-  static constexpr int kSharedBytes = sizeof(Shared) + 1024;  // to align it
-
-  template <class Element, class Layout, int kSide>
-  static auto tma(const void* data, int side, int k, int64_t pitch) {
-    Tensor tensor =
-        make_tensor(make_gmem_ptr(static_cast<const Element*>(data)), make_shape(side, k), make_stride(pitch, _1{}));
-    return make_tma_copy(SM90_TMA_LOAD{}, tensor, Layout{}(_, _, _0{}), Shape<Int<kSide>, Int<kBlock>>{}, _1{});
-  }
-  static auto tma_a(const cutegemm_call& c) { return tma<ElementA, LayoutA, kTokens>(c.a, c.m, c.k, c.a_stride[0]); }
-  static auto tma_b(const cutegemm_call& c) { return tma<ElementB, LayoutB, kRows>(c.b, c.n, c.k, c.b_stride[1]); }
-  using TmaA = decltype(tma_a(std::declval<cutegemm_call>()));
-  using TmaB = decltype(tma_b(std::declval<cutegemm_call>()));
-};
-
 namespace decode {
 
-// Barriers of the cluster's sums: the phases of a remote arrival and of the wait for it are the whole cluster's.
+constexpr int kRows = 64;   // of weight in a tile, at most
+constexpr int kSpan = 128;  // bytes of k: TMA's and wgmma's swizzle
+constexpr int kSpans = 4;   // in a stage
+constexpr int kConsumers = 128, kThreads = kConsumers + 32;
+constexpr int kMaxStages = 24;
+constexpr int kSharedBytes = 225 * 1024;
+
+// Shared memory ahead of the stages. A stage is kSpans of the weight, [span][row][128 bytes], then kSpans of a.
+template <int kTokens>
+struct Header {
+  float sums[kTokens * kRows];  // of the cluster, for the rows that this CTA finishes: [split][token][row]
+  uint64_t full[kMaxStages], empty[kMaxStages], sums_ready, sums_free;
+};
+
+// What the host decides.
+struct Shape {
+  int32_t rows;  // of a tile: a multiple of 8
+  int32_t stages, stage_bytes, header_bytes;
+};
+
+inline PFN_cuTensorMapEncodeTiled_v12000 encoder() {
+  static PFN_cuTensorMapEncodeTiled_v12000 const encode = [] {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(entry);
+  }();
+  return encode;
+}
+
+// A (side, k) matrix, k contiguous, by boxes of `rows` and 128 bytes. What lies outside of the matrix reads as zero.
+inline bool encode(CUtensorMap& map, const void* data, int side, int k, int64_t pitch_bytes, int rows, int width,
+                   CUtensorMapL2promotion promotion) {
+  cuuint64_t const sizes[2] = {cuuint64_t(k) * width, cuuint64_t(side)};
+  cuuint64_t const pitch[1] = {cuuint64_t(pitch_bytes)};
+  cuuint32_t const box[2] = {kSpan, cuuint32_t(rows)};
+  cuuint32_t const ones[2] = {1, 1};
+  return encoder() && encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(data), sizes, pitch, box,
+                                ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion,
+                                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
 template <class T>
 CUTE_DEVICE uint32_t remote_address(T* p, int rank) {
   uint32_t remote;
@@ -90,6 +90,7 @@ CUTE_DEVICE uint32_t remote_address(T* p, int rank) {
 CUTE_DEVICE void store_remote(uint32_t remote, float value) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
 }
+// An arrival at a barrier of the cluster publishes the stores before it, and the wait sees them.
 CUTE_DEVICE void arrive_at(uint64_t& barrier, int rank) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote_address(&barrier, rank))
                : "memory");
@@ -102,36 +103,67 @@ CUTE_DEVICE void wait_cluster(uint64_t& barrier, int phase) {
       "r"(phase)
       : "memory");
 }
+CUTE_DEVICE void load_box(const CUtensorMap& map, uint32_t to, uint64_t& barrier, int byte, int row, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(&map), "r"(byte), "r"(row), "r"(cast_smem_ptr_to_uint(&barrier)), "l"(policy)
+      : "memory");
+}
+CUTE_DEVICE void prefetch_box(const CUtensorMap& map, int byte, int row) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(&map), "r"(byte), "r"(row)
+               : "memory");
+}
+CUTE_DEVICE uint64_t read_once() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+CUTE_DEVICE uint64_t read_often() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
 }  // namespace decode
 
-template <class Tile, class Formula>
-__global__ void __launch_bounds__(Tile::kThreads, Tile::kOccupancy)
-    decode_kernel(const __grid_constant__ cutegemm_call call, const __grid_constant__ typename Tile::TmaA tma_a,
-                  const __grid_constant__ typename Tile::TmaB tma_b) {
+template <class ElementA, class ElementB, int kTokens, class Formula>
+__global__ void __launch_bounds__(decode::kThreads, 1)
+    decode_kernel(const __grid_constant__ cutegemm_call call, const __grid_constant__ decode::Shape shape,
+                  const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b) {
+  using namespace decode;
   using Full = cutlass::arch::ClusterTransactionBarrier;
   using Empty = cutlass::arch::ClusterBarrier;
-  constexpr int kRows = Tile::kRows, kTokens = Tile::kTokens, kBlock = Tile::kBlock, kConsumers = Tile::kConsumers;
+  constexpr int kStep = kSpan / int(sizeof(ElementB));  // of k, in a span
+  using Atom = decltype(GMMA::ss_op_selector<ElementB, ElementA, float, cute::Shape<Int<64>, Int<kTokens>, Int<kStep>>,
+                                             GMMA::Major::K, GMMA::Major::K>());
+  using LayoutB = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<ElementB>{}, cute::Shape<Int<kRows>, Int<kStep>>{}));
+  using LayoutA =
+      decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<ElementA>{}, cute::Shape<Int<kTokens>, Int<kStep>>{}));
+
   extern __shared__ uint8_t raw[];
-  auto& shared = *reinterpret_cast<typename Tile::Shared*>((reinterpret_cast<uintptr_t>(raw) + 1023) / 1024 * 1024);
-  auto const full = [&](int stage) { return reinterpret_cast<Full*>(&shared.full[stage]); };
-  auto const empty = [&](int stage) { return reinterpret_cast<Empty*>(&shared.empty[stage]); };
+  uint8_t* const shared = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(raw) + 1023) / 1024 * 1024);
+  auto& header = *reinterpret_cast<Header<kTokens>*>(shared);
+  auto const full = [&](int stage) { return reinterpret_cast<Full*>(&header.full[stage]); };
+  auto const empty = [&](int stage) { return reinterpret_cast<Empty*>(&header.empty[stage]); };
+  uint8_t* const stages = shared + shape.header_bytes;
+  int const span_b = shape.rows * kSpan, offset_a = kSpans * span_b;
 
   int const split = call.options.split, rank = blockIdx.x % split;
   int const cluster = blockIdx.x / split, clusters = gridDim.x / split;
-  int const tiles = ceil_div(call.n, kRows), blocks = ceil_div(call.k, kBlock);
+  int const tiles = ceil_div(call.n, shape.rows), blocks = ceil_div(call.k, kSpans * kStep);
   int const first = min(blocks, ceil_div(blocks, split) * rank), last = min(blocks, first + ceil_div(blocks, split));
-  bool const is_producer = threadIdx.x >= kConsumers;
   int const lane = threadIdx.x % 32;
 
   if (threadIdx.x == kConsumers) {
-    prefetch_tma_descriptor(tma_a.get_tma_descriptor());
-    prefetch_tma_descriptor(tma_b.get_tma_descriptor());
-    for (int s = 0; s < Tile::kStages; ++s) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map_a) : "memory");
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map_b) : "memory");
+    for (int s = 0; s < shape.stages; ++s) {
       full(s)->init(1);
       empty(s)->init(kConsumers / 32);
     }
-    reinterpret_cast<Empty*>(&shared.sums_ready)->init(split * kConsumers / 32);
-    reinterpret_cast<Empty*>(&shared.sums_free)->init(split * kConsumers / 32);
+    reinterpret_cast<Empty*>(&header.sums_ready)->init(split * kConsumers / 32);
+    reinterpret_cast<Empty*>(&header.sums_free)->init(split * kConsumers / 32);
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
@@ -141,76 +173,49 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kOccupancy)
   }
   asm volatile("griddepcontrol.launch_dependents;");
 
-  Tensor const shared_a = make_tensor(make_smem_ptr(reinterpret_cast<typename Tile::TmaA::ValType*>(shared.a)),
-                                      typename Tile::LayoutA{});  // (token, k, stage)
-  Tensor const shared_b = make_tensor(make_smem_ptr(reinterpret_cast<typename Tile::TmaB::ValType*>(shared.b)),
-                                      typename Tile::LayoutB{});  // (row, k, stage)
-
-  if (is_producer) {
+  if (threadIdx.x >= kConsumers) {
     if (lane == 0) {
-      Tensor const all_a = local_tile(tma_a.get_tma_tensor(make_shape(call.m, call.k)),
-                                      Shape<Int<kTokens>, Int<kBlock>>{}, make_coord(_0{}, _));  // (token, k, block)
-      Tensor const all_b = local_tile(tma_b.get_tma_tensor(make_shape(call.n, call.k)),
-                                      Shape<Int<kRows>, Int<kBlock>>{}, make_coord(_, _));
-      auto const copies_a =
-          tma_partition(tma_a, _0{}, Layout<_1>{}, group_modes<0, 2>(shared_a), group_modes<0, 2>(all_a));
-      auto const copies_b =
-          tma_partition(tma_b, _0{}, Layout<_1>{}, group_modes<0, 2>(shared_b), group_modes<0, 2>(all_b));
-      Tensor const from_a = get<0>(copies_a);  // (box, block)
-      Tensor const to_a = get<1>(copies_a);    // (box, stage)
-      Tensor const from_b = get<0>(copies_b);  // (box, tile, block)
-      Tensor const to_b = get<1>(copies_b);    // (box, stage)
-      auto const load_b = [&](int tile, int block, int stage) {
-        full(stage)->arrive_and_expect_tx(Tile::kStageBytes);
-        copy(tma_b.with(shared.full[stage], 0, TMA::CacheHintSm90::EVICT_FIRST), from_b(_, tile, block),
-             to_b(_, stage));
-      };
-      auto const load_a = [&](int block, int stage) {
-        copy(tma_a.with(shared.full[stage], 0, TMA::CacheHintSm90::EVICT_LAST), from_a(_, block), to_a(_, stage));
-      };
-      int early = 0;  // stages whose weights are on their way before the wait
-      if (call.options.constant_b) {
-        early = min(Tile::kStages, last - first);
-        for (int s = 0; s < early; ++s) load_b(cluster, first + s, s);
-      } else if (!call.options.no_chain) {
-        int const ahead = min(call.options.prefetch * 1024 / (kRows * Tile::kSpans * 128), last - first);
-        for (int i = 0; i < ahead; ++i) prefetch(tma_b, from_b(_, cluster, first + i));
+      if (!call.options.no_chain) {
+        int const ahead = min(call.options.prefetch * 1024 / offset_a, last - first) * kSpans;
+        for (int i = 0; i < ahead; ++i) prefetch_box(map_b, (first * kSpans + i) * kSpan, cluster * shape.rows);
       }
       wait_for_previous_kernel();
+      uint64_t const once = read_once(), often = read_often();
       int stage = 0, phase = 1;
       for (int tile = cluster; tile < tiles; tile += clusters) {
         for (int block = first; block < last; ++block) {
-          if (early > 0) {
-            --early;
-          } else {
-            empty(stage)->wait(phase);
-            load_b(tile, block, stage);
+          empty(stage)->wait(phase);
+          full(stage)->arrive_and_expect_tx(shape.stage_bytes);
+          uint32_t const to = cast_smem_ptr_to_uint(stages + stage * shape.stage_bytes);
+          for (int s = 0; s < kSpans; ++s) {
+            load_box(map_b, to + s * span_b, header.full[stage], (block * kSpans + s) * kSpan, tile * shape.rows, once);
           }
-          load_a(block, stage);
-          if (++stage == Tile::kStages) stage = 0, phase ^= 1;
+          for (int s = 0; s < kSpans; ++s) {
+            load_box(map_a, to + offset_a + s * kTokens * kSpan, header.full[stage], (block * kSpans + s) * kSpan, 0,
+                     often);
+          }
+          if (++stage == shape.stages) stage = 0, phase ^= 1;
         }
       }
     }
     __syncwarp();
   } else {
     wait_for_previous_kernel();
-    typename Tile::Mma mma;
+    auto mma = make_tiled_mma(Atom{});
     auto const thread_mma = mma.get_slice(threadIdx.x);
-    Tensor const fragments_b = thread_mma.make_fragment_A(thread_mma.partition_A(shared_b));  // the weight is MMA's A
-    Tensor const fragments_a = thread_mma.make_fragment_B(thread_mma.partition_B(shared_a));
-    Tensor sum = partition_fragment_C(mma, Shape<Int<kRows>, Int<kTokens>>{});
-    decltype(sum) parts[Tile::kSpans];
+    Tensor sum = partition_fragment_C(mma, cute::Shape<Int<kRows>, Int<kTokens>>{});
+    decltype(sum) parts[kSpans];
     // Of the sums of wgmma a thread holds, for every 8 tokens, 2 neighbours in 2 rows that lie 8 apart.
     int const own_row = threadIdx.x / 32 * 16 + lane / 4, own_token = lane % 4 * 2;
     auto const token_of = [&](int i) { return i / 4 * 8 + own_token + i % 2; };
     auto const row_of = [&](int i) { return own_row + i / 2 % 2 * 8; };
-    // In a cluster, CTA r finishes the r-th part of a tile's rows, a thread the same row for every token.
+    // In a cluster, CTA r finishes the r-th part of the MMA's rows, a thread the same row for every token.
     int const part_rows = kRows / split, part_row = threadIdx.x % part_rows, part_token = threadIdx.x / part_rows;
 
     int stage = 0, phase = 0, sums_phase = 0;
     for (int tile = cluster; tile < tiles; tile += clusters) {
+      int const row0 = tile * shape.rows, end = min(call.n, row0 + shape.rows);
       // The epilogue's operands are wanted when the last sum is there, and not a trip to L2 later.
-      int const row0 = tile * kRows;
       typename Formula::Row rows[kTokens / 4];
       typename Formula::Column columns[2];
       if (split == 1) {
@@ -231,27 +236,30 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kOccupancy)
       clear(sum);
       for (int block = first; block < last; ++block) {
         full(stage)->wait(phase);
-        constexpr int kSteps = size<2>(decltype(fragments_b){}) / Tile::kSpans;
-        for_each(make_seq<Tile::kSpans>{}, [&](auto span) {
-          auto& part = parts[span];
+        uint8_t* const at = stages + stage * shape.stage_bytes;
+        for_each(make_seq<kSpans>{}, [&](auto s) {
+          Tensor const b = make_tensor(make_smem_ptr(reinterpret_cast<ElementB*>(at + s * span_b)), LayoutB{});
+          Tensor const a =
+              make_tensor(make_smem_ptr(reinterpret_cast<ElementA*>(at + offset_a + s * kTokens * kSpan)), LayoutA{});
+          Tensor const fragments_b = thread_mma.make_fragment_A(thread_mma.partition_A(b));  // the weight is MMA's A
+          Tensor const fragments_a = thread_mma.make_fragment_B(thread_mma.partition_B(a));
           mma.accumulate_ = GMMA::ScaleOut::Zero;
-          warpgroup_fence_operand(part);
+          warpgroup_fence_operand(parts[s]);
           warpgroup_arrive();
           CUTE_UNROLL
-          for (int k = 0; k < kSteps; ++k) {
-            int const at = span * kSteps + k;
-            gemm(mma, fragments_b(_, _, at, stage), fragments_a(_, _, at, stage), part);
+          for (int k = 0; k < size<2>(fragments_b); ++k) {
+            gemm(mma, fragments_b(_, _, k), fragments_a(_, _, k), parts[s]);
             mma.accumulate_ = GMMA::ScaleOut::One;
           }
           warpgroup_commit_batch();
         });
         warpgroup_wait<0>();
         if (lane == 0) empty(stage)->arrive();
-        if (++stage == Tile::kStages) stage = 0, phase ^= 1;
-        for_each(make_seq<Tile::kSpans>{}, [&](auto span) {
-          warpgroup_fence_operand(parts[span]);
+        if (++stage == shape.stages) stage = 0, phase ^= 1;
+        for_each(make_seq<kSpans>{}, [&](auto s) {
+          warpgroup_fence_operand(parts[s]);
           CUTE_UNROLL
-          for (int i = 0; i < size(sum); ++i) sum(i) += parts[span](i);
+          for (int i = 0; i < size(sum); ++i) sum(i) += parts[s](i);
         });
       }
 
@@ -260,42 +268,41 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kOccupancy)
           CUTE_UNROLL
           for (int i = 0; i < size(sum); ++i) {
             int const m = token_of(i), n = row0 + row_of(i);
-            if (m < call.m && n < call.n) {
+            if (m < call.m && n < end) {
               store(d + m * call.d_stride[0] + n * call.d_stride[1],
                     Formula::apply(sum(i), rows[i / 4 * 2 + i % 2], columns[i / 2 % 2]));
             }
           }
         });
       } else {
-        // What a CTA is sent lies as [split][token][row].
-        decode::wait_cluster(shared.sums_free, sums_phase ^ 1);
+        wait_cluster(header.sums_free, sums_phase ^ 1);
         uint32_t to[2];
         CUTE_UNROLL
         for (int i = 0; i < 2; ++i) {
           int const row = row_of(i * 2);
-          to[i] = decode::remote_address(&shared.sums[(rank * kTokens + own_token) * part_rows + row % part_rows],
-                                         row / part_rows);
+          to[i] =
+              remote_address(&header.sums[(rank * kTokens + own_token) * part_rows + row % part_rows], row / part_rows);
         }
         CUTE_UNROLL
         for (int i = 0; i < size(sum); ++i) {
-          decode::store_remote(to[i / 2 % 2] + (i / 4 * 8 + i % 2) * part_rows * int(sizeof(float)), sum(i));
+          store_remote(to[i / 2 % 2] + (i / 4 * 8 + i % 2) * part_rows * int(sizeof(float)), sum(i));
         }
         __syncwarp();
-        if (lane < split) decode::arrive_at(shared.sums_ready, lane);
-        decode::wait_cluster(shared.sums_ready, sums_phase);
+        if (lane < split) arrive_at(header.sums_ready, lane);
+        wait_cluster(header.sums_ready, sums_phase);
         int const n = row0 + rank * part_rows + part_row;
         CUTE_UNROLL
         for (int i = 0; i < kTokens / 4; ++i) {  // a cluster has two CTAs or more
           int const m = part_token + i * (kConsumers / part_rows);
-          if (m < call.m && n < call.n) {
+          if (m < call.m && n < end) {
             float total = 0.f;
-            for (int s = 0; s < split; ++s) total += shared.sums[(s * kTokens + m) * part_rows + part_row];
+            for (int s = 0; s < split; ++s) total += header.sums[(s * kTokens + m) * part_rows + part_row];
             store_from_float(call.d, call.d_dtype, m * call.d_stride[0] + n * call.d_stride[1],
                              Formula::apply(total, rows[i], columns[0]));
           }
         }
         __syncwarp();
-        if (lane < split) decode::arrive_at(shared.sums_free, lane);
+        if (lane < split) arrive_at(header.sums_free, lane);
         sums_phase ^= 1;
       }
     }
@@ -308,31 +315,45 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kOccupancy)
 
 template <class ElementA, class ElementB, int kTokens, class Formula>
 struct Decode {
-  using Tile = DecodeTile<ElementA, ElementB, kTokens>;
-  static constexpr auto* kKernel = &decode_kernel<Tile, Formula>;
+  static_assert(sizeof(ElementA) == sizeof(ElementB));
+  static constexpr int kWidth = sizeof(ElementB);
+  static constexpr auto* kKernel = &decode_kernel<ElementA, ElementB, kTokens, Formula>;
 
-  static int32_t prepare() {
-    int32_t const status = load_kernel(kKernel, Tile::kSharedBytes);
-    // Unasked, the driver may leave shared memory for one CTA only.
-    return status ? status : cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
-  }
+  static int32_t prepare() { return load_kernel(kKernel, decode::kSharedBytes); }
   static int64_t workspace(const cutegemm_call&) { return 0; }
 
   static int32_t launch(const cutegemm_call& call) {
+    using namespace decode;
     if (call.a_dtype != dtype_of<ElementA>() || call.b_dtype != dtype_of<ElementB>()) return kWrongTypes;
     if (call.m < 1 || call.m > kTokens || call.n < 1 || call.k < 1) return kWrongSize;
     if (call.a_stride[1] != 1 || call.b_stride[0] != 1) return kWrongLayout;
     if (reinterpret_cast<uintptr_t>(call.a) % 16 || reinterpret_cast<uintptr_t>(call.b) % 16 ||
-        call.a_stride[0] * int(sizeof(ElementA)) % 16 || call.b_stride[1] * int(sizeof(ElementB)) % 16) {
+        call.a_stride[0] * kWidth % 16 || call.b_stride[1] * kWidth % 16) {
       return kMisaligned;
     }
     cutegemm_call own = call;
     if (own.options.split == 0) own.options.split = 1;
-    int const split = own.options.split;
-    if (split != 1 && split != 2 && split != 4 && split != 8) return kWrongOptions;
-    int const tiles = ceil_div(call.n, Tile::kRows), most = call.sm_count / split;
-    return launch_cluster(call, kKernel, dim3((tiles < most ? tiles : most) * split), split, dim3(Tile::kThreads),
-                          Tile::kSharedBytes, own, Tile::tma_a(call), Tile::tma_b(call));
+    int const split = own.options.split, rows = own.options.rows ? own.options.rows : kRows;
+    if ((split != 1 && split != 2 && split != 4 && split != 8) || rows < 8 || rows > kRows || rows % 8 != 0) {
+      return kWrongOptions;
+    }
+    decode::Shape shape = {};
+    shape.rows = rows;
+    shape.header_bytes = (int(sizeof(Header<kTokens>)) + 1023) / 1024 * 1024;
+    shape.stage_bytes = kSpans * kSpan * (rows + kTokens);
+    // wgmma reads 64 rows also of the last stage's last span: whatever lies behind it, but inside shared memory.
+    int const slack = 1024 + (kRows - rows) * kSpan;
+    shape.stages = std::min(kMaxStages, (kSharedBytes - shape.header_bytes - slack) / shape.stage_bytes);
+    CUtensorMap map_a, map_b;
+    if (!encode(map_a, call.a, call.m, call.k, call.a_stride[0] * kWidth, kTokens, kWidth,
+                CU_TENSOR_MAP_L2_PROMOTION_L2_128B) ||
+        !encode(map_b, call.b, call.n, call.k, call.b_stride[1] * kWidth, rows, kWidth,
+                CU_TENSOR_MAP_L2_PROMOTION_L2_256B)) {
+      return kNotImplementable;
+    }
+    int const tiles = ceil_div(call.n, rows), most = call.sm_count / split;
+    return launch_cluster(call, kKernel, dim3((tiles < most ? tiles : most) * split), split, dim3(kThreads),
+                          kSharedBytes, own, shape, map_a, map_b);
   }
 };
 

@@ -5,6 +5,7 @@
 // so that the rules and the sentences about them are written down once, in cutegemm/gemm.py.
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <mutex>
@@ -388,11 +389,11 @@ CUTEGEMM_API int32_t cutegemm_open(const char* name, const char* path, char* tex
     }
     file = std::move(opened);
   }
-  for (auto& [key, plan] : plans) {
-    for (PlanRow& row : *plan) {
-      if (row.kernel == name) row.file.store(file.get(), std::memory_order_release);
-    }
-  }
+  auto const give = [&](PlanRow& row) {
+    if (row.kernel == name) row.file.store(file.get(), std::memory_order_release);
+  };
+  for (auto& [key, plan] : plans) std::for_each(plan->begin(), plan->end(), give);
+  for (auto& [key, row] : named) give(*row);
   return 0;
 }
 

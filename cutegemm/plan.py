@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import gemm
-from .variants import KERNELS, AnyShape, Decode, Kernel, Tile
+from .variants import KERNELS, AnyShape, Decode, Kernel, Tile, Tiles
 
 # Where a plan may change kernels, and the sizes that tools/tune.py measures by default.
 LADDER = (
@@ -52,6 +52,7 @@ LADDER = (
 )
 NO_LIMIT = 2**31 - 1
 H200 = "NVIDIA H200"
+MULTIPROCESSORS = 132
 
 DTYPES = {
     torch.bfloat16: "bf16",
@@ -71,7 +72,7 @@ class Options:
     swizzle: int = 0
     raster: int = 0
     prefetch: int = 0
-    constant_b: int = 0
+    rows: int = 0
     no_chain: int = 0
 
     def __str__(self) -> str:
@@ -141,30 +142,51 @@ class Problem:
 
 
 def candidates(problem: Problem, m: int) -> list[Choice]:
-    """Every kernel that may compute the problem, with the options worth trying."""
-    choices = []
-    for kernel in problem.kernels(m):
-        choices += [Choice(kernel.name, options) for options in _options(problem, kernel, m)]
-    fast = [choice for choice in choices if not isinstance(KERNELS[choice.kernel].tile, AnyShape)]
-    return fast or choices
+    """Every kernel that may compute the problem and is worth trying, with the options worth trying."""
+    kernels = list(problem.kernels(m))
+    fast = [kernel for kernel in kernels if not isinstance(kernel.tile, AnyShape)]
+    fit = [kernel for kernel in fast if _fits(kernel.tile, m)]
+    return [
+        Choice(kernel.name, options)
+        for kernel in fit or fast or kernels
+        for options in _options(problem, kernel.tile, m)
+    ]
 
 
-def _options(problem: Problem, kernel: Kernel, m: int) -> list[Options]:
-    tile = kernel.tile
+def _fits(tile: Tiles, m: int) -> bool:
+    """Whether a tile is neither mostly padding nor one of very many along m."""
+    if isinstance(tile, Tile):
+        tile_m = tile.n if tile.swap else tile.m
+        return tile_m <= max(64, 4 * m) and (m <= 8 * tile_m or tile_m >= 128)
+    return isinstance(tile, Decode) and (m > tile.tokens // 2 or tile.tokens == 8)
+
+
+def _options(problem: Problem, tile: Tiles, m: int) -> list[Options]:
     k_bytes = problem.k * BYTES[problem.a]
     if isinstance(tile, Decode):
-        splits = [split for split in (1, 2, 4, 8) if split == 1 or k_bytes >= split * 512]
-        return [Options(split=split, prefetch=prefetch) for split in splits for prefetch in (0, 64)]
+        options = []
+        for split in (1, 2, 4):
+            if split == 1 or k_bytes >= split * 1024:
+                for rows in sorted({64, _even_rows(problem.n, MULTIPROCESSORS // split)}):
+                    options += [Options(split, rows=rows), Options(split, rows=rows, prefetch=64)]
+                    options.append(Options(split, rows=rows, no_chain=1))
+        return options
     if isinstance(tile, Tile):
         if tile.split:
             return [Options(split=s) for s in (2, 3, 4, 6, 8) if k_bytes % (16 * s) == 0 and k_bytes >= s * 512]
         rows, columns = _grid(problem, tile, m)
-        if rows * columns <= 132:
+        if rows * columns <= MULTIPROCESSORS:
             return [Options()]
         return [
             Options(swizzle=s, raster=r) for s in (1, 2, 4, 8) for r in (1, 2) if s <= (columns if r == 1 else rows)
         ]
     return [Options()]
+
+
+def _even_rows(n: int, clusters: int) -> int:
+    """The rows of a decode tile, 64 or fewer, that give every cluster as many."""
+    rounds = ceil(n / (64 * clusters))
+    return ceil(n / (clusters * rounds) / 8) * 8
 
 
 def _grid(problem: Problem, tile: Tile, m: int) -> tuple[int, int]:
@@ -180,20 +202,19 @@ def cost(problem: Problem, choice: Choice, m: int) -> float:
     kernel = KERNELS[choice.kernel]
     tile, width = kernel.tile, BYTES[problem.a]
     n, k = problem.n, problem.k
-    multiprocessors, bandwidth = 132, 4.2e6  # bytes a µs
+    bandwidth = 4.2e6  # bytes a µs
     memory = (n * k * width + m * k * width + m * n * BYTES[problem.d]) / bandwidth
     peak = 5.9e6 * (2 if width == 1 else 1)  # FLOP a µs of one multiprocessor
     if isinstance(tile, AnyShape):
-        waves = ceil(ceil(m / 64) * ceil(n / 64) / (3 * multiprocessors))
+        waves = ceil(ceil(m / 64) * ceil(n / 64) / (3 * MULTIPROCESSORS))
         return 4 + max(memory, waves * 3 * 2 * 64 * 64 * k / (0.3 * 5.9e6), k * 0.02)
     if isinstance(tile, Decode):
-        split = max(1, choice.options.split)
-        rows = 64 if tile.tokens <= 16 else 128
+        split, rows = max(1, choice.options.split), choice.options.rows or 64
         tiles = ceil(n / rows)
-        clusters = min(tiles, multiprocessors // split)
-        blocks = ceil(tiles / clusters) * ceil(k * width / 128 / split)
-        block = 0.1 if rows == 64 else 0.16 if tile.tokens == 32 else 0.2  # µs for 128 bytes of k
-        return 2.5 + (split > 1) * 0.7 + max(memory * (1 + 0.004 * tile.tokens), blocks * block)
+        clusters = min(tiles, MULTIPROCESSORS // split)
+        share = ceil(tiles / clusters) * (rows + tile.tokens) * k * width / split  # bytes of one multiprocessor
+        streams = max(memory * (1 + 0.004 * tile.tokens), share / 6.5e4) * (1.1 if choice.options.no_chain else 1)
+        return 2.0 + (split > 1) * 1.0 + streams
     split = max(1, choice.options.split)
     rows, columns = _grid(problem, tile, m)
     cluster = tile.cluster[0] * tile.cluster[1]
@@ -202,7 +223,7 @@ def cost(problem: Problem, choice: Choice, m: int) -> float:
     efficiency = min(1.0, tile.n / 128) ** 0.5 * (0.8 if tile.m * tile.n < 128 * 128 else 1.0)
     compute = 2 * tile.m * tile.n * share / (peak * 0.85 * efficiency)
     read = (tile.m + tile.n) * share * width / 8e4
-    total = max(memory, ceil(tiles / multiprocessors) * max(compute, read))
+    total = max(memory, ceil(tiles / MULTIPROCESSORS) * max(compute, read))
     reduction = 2.0 + m * n * 4 * (split + 1) / 5e6 if tile.split else 0.0
     return 3.0 + total + reduction
 

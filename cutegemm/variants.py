@@ -60,9 +60,9 @@ Tiles = Tile | Decode | AnyShape
 class Gemm:
     """What a family of kernels computes: d = epilogue(a @ b).
 
-    `a`, `b`, `d` are types by name; a kernel with `d` empty takes every type of d at launch. `layout` is BLAS's: a letter
-    for a and one for b, t for row-major and n for column-major. "tn", the default, is a row-major a and the transposed
-    view `w.t()` of a row-major weight.
+    `a`, `b`, `d` are types by name; a kernel with `d` empty takes every type of d at launch. `layout` is BLAS's: a
+    letter for a and one for b, t for row-major and n for column-major. "tn", the default, is a row-major a and the
+    transposed view `w.t()` of a row-major weight.
     """
 
     op: str
@@ -130,14 +130,17 @@ class Kernel:
 
 FP8 = ("e4m3", "e5m2")
 ANY = (AnyShape(),)
-DECODE = (Decode(8), Decode(16), Decode(32), Decode(64))
+DECODE = (Decode(8), Decode(16), Decode(32))
 
 # 64 or 128 rows of weight by a few tokens: for what is too much for decode and too little to fill 128 x 128 tiles.
 FP8_NARROW = (
     Tile(64, 16, 256, swap=True),
     Tile(64, 32, 256, swap=True),
     Tile(64, 64, 256, swap=True),
+    Tile(64, 64, 256, (2, 1), swap=True),
     Tile(64, 128, 128, swap=True),
+    Tile(64, 128, 128, (2, 1), swap=True),
+    Tile(64, 256, 128, (2, 1), swap=True),
     Tile(128, 64, 128, swap=True),
     Tile(64, 64, 256, swap=True, split=True),
     Tile(64, 128, 128, swap=True, split=True),
@@ -148,12 +151,16 @@ FP8_WIDE = (
     Tile(128, 128, 128, (1, 2)),
     Tile(128, 256, 128, (2, 1), "cooperative"),
     Tile(256, 128, 128, (2, 1), "cooperative"),
+    Tile(128, 128, 128, (2, 1), split=True),
 )
 BF16_NARROW = (
     Tile(64, 16, 128, swap=True),
     Tile(64, 32, 128, swap=True),
     Tile(64, 64, 128, swap=True),
+    Tile(64, 64, 128, (2, 1), swap=True),
     Tile(64, 128, 64, swap=True),
+    Tile(64, 128, 64, (2, 1), swap=True),
+    Tile(64, 256, 64, (2, 1), swap=True),
     Tile(128, 64, 64, swap=True),
     Tile(64, 64, 128, swap=True, split=True),
     Tile(64, 128, 64, swap=True, split=True),
@@ -164,6 +171,7 @@ BF16_WIDE = (
     Tile(128, 256, 64, (2, 1), "cooperative"),
     Tile(128, 256, 64, (1, 2), "cooperative"),
     Tile(256, 128, 64, (2, 1), "cooperative"),
+    Tile(128, 128, 64, (2, 1), split=True),
 )
 # Promotion keeps a second accumulator, so a warpgroup can hold 64 x 128 of it: 128 x 128 only in cooperation.
 FULL_WIDE = Tile(128, 128, 128, (2, 1), "cooperative")

@@ -1,0 +1,331 @@
+"""Faults that were reported publicly for GEMMs of this kind; the numbers are those of the list of public cases.
+
+Operands are small integers and scales powers of two, so that every result is exact and compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cutegemm import mm, quantize_fp8, scaled_mm
+from cutegemm.testing import assert_same, first_mismatches, gemm_reference, guarded, make_operand, padded
+from cutegemm.variants import FAMILIES, KERNELS, AnyShape, Decode, Tile
+
+BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Products are small here, and on a busy machine torch's threads wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def operands(m: int, n: int, k: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    """a, and a weight of n rows."""
+    return tuple(  # type: ignore[return-value]
+        make_operand(rows, k, dtype, seed=rows, exact=True, device=device) for rows in (m, n)
+    )
+
+
+def powers_of_two(count: int, device: str) -> Tensor:
+    return torch.arange(count, device=device).remainder(5).sub(2).float().exp2()
+
+
+def product(a: Tensor, weight: Tensor, **rest: Any) -> Tensor:
+    """mm, or scaled_mm with the scales of one that the test does not give."""
+    if a.dtype != E4M3:
+        return mm(a, weight.t(), **rest)
+    one = torch.ones((), device=a.device)
+    return scaled_mm(a, weight.t(), **{"scale_a": one, "scale_b": one, **rest})
+
+
+def exact(a: Tensor, weight: Tensor, dtype: torch.dtype = BF16) -> Tensor:
+    return gemm_reference(a, weight.t()).to(dtype)
+
+
+# 1. Dimensions of size one, and offsets beyond 32 bits
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, E4M3])
+@pytest.mark.parametrize("stride", [2**31, 2**40, 3, 0])
+def test_case_001_the_stride_of_a_size_one_dimension_is_free(device: str, stride: int, dtype: torch.dtype) -> None:
+    for m, n, k in ((1, 24, 128), (6, 1, 128), (1, 1, 128), (1, 40, 1), (6, 24, 1)):
+        a, weight = operands(m, n, k, dtype, device)
+
+        def free(x: Tensor) -> Tensor:
+            strides = [stride if size == 1 else old for size, old in zip(x.shape, x.stride(), strict=True)]
+            return x.as_strided(x.shape, strides)
+
+        assert_same(product(free(a), free(weight), out_dtype=FP32), exact(a, weight, FP32))
+        out, check = guarded((m, n), FP32, device=device)
+        product(a, weight, out=free(out))
+        assert_same(out, exact(a, weight, FP32))
+        check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, E4M3])
+@pytest.mark.parametrize("which", ["a", "weight", "out"])
+@pytest.mark.parametrize("pitch", [2**30, 2**30 + 1])  # for the fast kernels, and for the one that takes every stride
+def test_case_001_offsets_beyond_32_bits(which: str, dtype: torch.dtype, pitch: int) -> None:
+    a, weight = operands(3, 3, 64, dtype, "cuda")
+    for m, n in ((3, 3), (3, 24), (100, 3)):
+        wide = {"a": (m, 64), "weight": (n, 64), "out": (m, n)}[which]
+        if wide[0] > 3:
+            continue
+        a, weight = operands(m, n, 64, dtype, "cuda")
+        far = torch.zeros(2 * pitch + 64, dtype=BF16 if which == "out" else dtype, device="cuda")
+        view = far.as_strided(wide, (pitch, 1))
+        want = exact(a, weight)
+        if which == "out":
+            product(a, weight, out=view)
+            assert_same(view, want)
+        else:
+            view.copy_(a if which == "a" else weight)
+            assert_same(product(view, weight) if which == "a" else product(a, view), want)
+        del far, view
+
+
+def widest_decode(dtype: str) -> str:
+    tokens = {
+        name: kernel.tile.tokens
+        for name, kernel in KERNELS.items()
+        if isinstance(kernel.tile, Decode) and kernel.gemm.a == kernel.gemm.b == dtype
+    }
+    return max(tokens, key=tokens.__getitem__)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name",
+    [widest_decode("bf16"), widest_decode("e4m3"), FAMILIES["any"], FAMILIES["universal"], FAMILIES["universal_swap"]],
+)
+def test_case_001_more_than_2_to_the_31_results(name: str) -> None:
+    tile = KERNELS[name].tile
+    m, n = (tile.tokens, 2**31 // tile.tokens + 264) if isinstance(tile, Decode) else (70_001, 31_000)
+    a, weight = operands(m, n, 16, E4M3 if name.startswith("scaled") else BF16, "cuda")
+    out = product(a, weight, kernel=name)
+    across = 2**31 // n
+    for row in (0, 1, across - 1, across, m - 1):
+        assert_same(out[row : row + 1], exact(a[row : row + 1], weight))
+
+
+# 2. The leading stride of every matrix
+
+
+@pytest.mark.parametrize("dtype", [E4M3, BF16])
+@pytest.mark.parametrize("padding", list(itertools.product((False, True), repeat=3)))
+@pytest.mark.parametrize(
+    ("m", "n", "k", "pitch"),
+    [(512, 512, 512, 1024), (3, 384, 256, 384), (4, 384, 256, 400), (128, 384, 256, 416), (1, 67, 33, 77)],
+)
+def test_case_002_padded_matrices(
+    device: str, m: int, n: int, k: int, pitch: int, padding: tuple[bool, bool, bool], dtype: torch.dtype
+) -> None:
+    a, weight = operands(m, n, k, dtype, device)
+    want = {out_dtype: exact(a, weight, out_dtype) for out_dtype in (BF16, FP16, FP32)}
+    if padding[0]:
+        a = padded(a, pitch, fill=math.nan)
+    if padding[1]:
+        weight = padded(weight, pitch, fill=math.nan)
+    for out_dtype, expected in want.items():
+        out, check = guarded((m, n), out_dtype, device=device, pitch=max(pitch, n) if padding[2] else None)
+        product(a, weight, out=out)
+        assert_same(out, expected)
+        check()
+
+
+# 3. Scales and bias are not read beyond their ends
+
+
+def at_the_end(x: Tensor) -> Tensor:
+    """x as the last elements of an allocation of its own (on CUDA: mapped in pieces of 2 MB)."""
+    buffer = torch.empty(2**25 // x.element_size(), dtype=x.dtype, device=x.device)
+    return buffer[len(buffer) - x.numel() :].view(x.shape).copy_(x)
+
+
+@pytest.mark.parametrize("m", [1, 7, 65, 127, 129])
+@pytest.mark.parametrize("n", [1, 8, 72, 136])
+def test_case_003_scales_of_a_partial_tile(device: str, m: int, n: int) -> None:
+    a, weight = operands(m, n, 64, E4M3, device)
+    scale_a, scale_b = at_the_end(powers_of_two(m, device)), at_the_end(powers_of_two(n, device))
+    bias = at_the_end(torch.arange(float(n), device=device))
+    want = gemm_reference(a.double() * scale_a[:, None], weight.double().t() * scale_b, bias).to(BF16)
+    for shapes in (((m, 1), (1, n)), ((m,), (n, 1))):
+        assert_same(
+            product(a, weight, scale_a=scale_a.view(shapes[0]), scale_b=scale_b.view(shapes[1]), bias=bias), want
+        )
+
+
+@pytest.mark.gpu
+def test_case_003_as_it_was_reported() -> None:
+    m, n, k = 8352, 1536, 4096
+    a, weight = operands(m, n, k, E4M3, "cuda")
+    scale_a, scale_b = at_the_end(powers_of_two(m, "cuda")), at_the_end(powers_of_two(n, "cuda"))
+    want = exact(a, weight, FP32) * scale_a[:, None] * scale_b
+    names = [
+        name
+        for name, kernel in KERNELS.items()
+        if kernel.takes("scaled_mm", "e4m3", "e4m3", "bf16", "tn", True, True, True, m, n, k)
+    ]
+    assert len(names) > 5
+    for name in names:
+        got = product(a, weight, scale_a=scale_a[:, None], scale_b=scale_b[None], kernel=name)
+        assert first_mismatches(got, want.to(BF16)) == "", name
+
+
+# 5. A vector of scales is never cut to its first
+
+
+def test_case_005_a_row_has_its_own_scale_or_the_call_is_refused(device: str) -> None:
+    a, weight = operands(4, 64, 64, E4M3, device)
+    values = torch.tensor([0.5, 1.0, 2.0, 4.0], device=device)
+    alone = torch.cat([product(a[i : i + 1], weight, scale_a=values[i]) for i in range(4)])
+    assert_same(product(a, weight, scale_a=values), alone)
+    for wrong in (values[:3], values[:2, None], torch.ones(64, device=device)):
+        with pytest.raises((ValueError, RuntimeError), match=r"scaled_mm: scale_a is .*; it must have one element, or"):
+            product(a, weight, scale_a=wrong)
+    x = make_operand(4, 64, device=device)
+    with pytest.raises((ValueError, RuntimeError), match=r"scale is \[4\]; for granularity 'tensor' it must have one"):
+        quantize_fp8(x, values)
+
+
+# 6. Scales of one element mean the same in every shape
+
+ONE_ELEMENT = [(), (1,), (1, 1)]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("shape_a", "shape_b"), list(itertools.product(ONE_ELEMENT, repeat=2)))
+def test_case_006_scales_of_one_element(device: str, shape_a: Any, shape_b: Any, compiled: bool) -> None:
+    f: Callable[..., Tensor] = scaled_mm
+    if compiled:
+        torch._dynamo.reset()
+        f = torch.compile(scaled_mm, backend="inductor" if device == "cuda" else "aot_eager", fullgraph=True)
+    one_a, one_b = torch.full(shape_a, 4.0, device=device), torch.full(shape_b, 0.5, device=device)
+    for m in (1, 23773):
+        a, weight = operands(m, 8, 16, E4M3, device)
+        rows, columns = powers_of_two(m, device), powers_of_two(8, device)
+        want = exact(a, weight, FP32)
+        assert_same(f(a, weight.t(), one_a, one_b), (want * 2).to(BF16))
+        assert_same(f(a, weight.t(), one_a, columns), (want * 4 * columns).to(BF16))
+        assert_same(f(a, weight.t(), rows[:, None], one_b), (want * rows[:, None] / 2).to(BF16))
+
+
+def test_case_006_with_one_row_both_readings_agree(device: str) -> None:
+    a, weight = operands(1, 24, 64, E4M3, device)
+    results = [product(a, weight, scale_a=torch.full(shape, 0.37, device=device)) for shape in ONE_ELEMENT]
+    several = torch.full((3, 1), 0.37, device=device)
+    results += [product(a.expand(3, 64), weight, scale_a=several)[:1]]
+    for result in results:
+        assert torch.equal(result, results[0])
+
+
+# 7. A dtype that is left out, or wrong, is named
+
+
+def test_case_007_out_dtype(device: str) -> None:
+    for dtype, default in ((E4M3, BF16), (BF16, BF16), (FP16, FP16)):
+        a, weight = operands(3, 8, 16, dtype, device)
+        assert product(a, weight).dtype == default
+        assert product(a, weight, out_dtype=None).dtype == default
+        op = "scaled_mm" if dtype == E4M3 else "mm"
+        for wrong in (torch.float64, torch.int8, E4M3):
+            sentence = f"{op}: out_dtype is {wrong}; it must be torch.bfloat16, torch.float16 or torch.float32"
+            with pytest.raises((TypeError, RuntimeError), match=f"^{re.escape(sentence)}$"):
+                product(a, weight, out_dtype=wrong)
+
+
+# 9. The bias is added once, however k is cut
+
+
+def cut_kernels() -> list[tuple[str, int]]:
+    """Every kernel that can cut k, with the parts, and one of each other kind."""
+    cases = []
+    for name, kernel in KERNELS.items():
+        if (kernel.gemm.a, kernel.gemm.b) not in (("bf16", "bf16"), ("e4m3", "e4m3")) or kernel.gemm.layout != "tn":
+            continue
+        cuts = isinstance(kernel.tile, Decode) or (isinstance(kernel.tile, Tile) and kernel.tile.split)
+        cases += [(name, split) for split in ((1, 2, 4, 8) if cuts else (0,))]
+    return cases
+
+
+def check_bias(m: int, n: int, k: int, dtype: torch.dtype, device: str, **options: Any) -> None:
+    a, weight = torch.zeros(m, k, device=device).to(dtype), torch.zeros(n, k, device=device).to(dtype)
+    bias = torch.arange(float(n), device=device)
+    expected = bias.to(BF16).expand(m, n)
+    assert_same(product(a, weight, bias=bias, out_dtype=BF16, **options), expected)
+    a[:, ::1024], weight[:, ::1024] = 1.0, 1.0  # in every part of k
+    assert_same(product(a, weight, bias=bias, out_dtype=BF16, **options), (bias + k // 1024).to(BF16).expand(m, n))
+
+
+@pytest.mark.parametrize("dtype", [BF16, E4M3])
+@pytest.mark.parametrize(("m", "n", "k"), [(128, 256, 16384), (3, 24, 8192), (1, 1, 2048)])
+def test_case_009_bias(device: str, m: int, n: int, k: int, dtype: torch.dtype) -> None:
+    check_bias(m, n, k, dtype, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "split"), cut_kernels())
+def test_case_009_bias_with_parts_of_k(name: str, split: int) -> None:
+    kernel = KERNELS[name]
+    if kernel.gemm.d not in ("", "bf16"):
+        pytest.skip("no kernel for BF16 results")
+    tile = kernel.tile
+    dtype = E4M3 if kernel.gemm.a == "e4m3" else BF16
+    m = tile.tokens if isinstance(tile, Decode) else 128
+    check_bias(m, 256, 16384, dtype, "cuda", kernel=f"{name}:split={split}")
+
+
+# 57. Two streams at once
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name, kernel in KERNELS.items()
+        if kernel.gemm.a in ("bf16", "e4m3")
+        and kernel.gemm.b == kernel.gemm.a
+        and (isinstance(kernel.tile, (Decode, AnyShape)) or (isinstance(kernel.tile, Tile) and kernel.tile.split))
+    ],
+)
+def test_case_057_two_streams_at_once(name: str) -> None:
+    kernel = KERNELS[name]
+    choice = f"{name}:split=4" if not isinstance(kernel.tile, AnyShape) else name
+    dtype = E4M3 if kernel.gemm.a == "e4m3" else BF16
+    inputs = [operands(m, 264, 1024, dtype, "cuda") for m in (7, 8)]
+    want = [exact(*each) for each in inputs]
+    streams = [torch.cuda.Stream() for _ in inputs]
+    last: list[Tensor] = []
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = [product(*inputs[0], kernel=choice) for _ in range(20)]
+    wrong = torch.zeros(len(streams), device="cuda", dtype=torch.int64)
+    torch.cuda.synchronize()
+    for _ in range(500):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                wrong[i] += (product(*inputs[i], kernel=choice) != want[i]).sum()
+    with torch.cuda.stream(streams[0]):  # a replay beside eager calls
+        for _ in range(50):
+            graph.replay()
+    with torch.cuda.stream(streams[1]):
+        last = [product(*inputs[1], kernel=choice) for _ in range(200)]
+    torch.cuda.synchronize()
+    assert wrong.tolist() == [0, 0]
+    for results, i in ((last, 1), (replayed, 0)):
+        for result in results:
+            assert_same(result, want[i])

@@ -1,0 +1,69 @@
+// Emitted by tools/emit.py from cutegemm/variants.py.
+#include "gemm_universal.cuh"
+
+using TileShape = cute::Shape<cute::_128, cute::_128, cute::_128>;
+// epilogues/scaled.py
+struct Formula {
+  struct Row {
+    float scale_a;
+  };
+  static __device__ __forceinline__ Row row(const cutegemm_call& call, int m) {
+    return {cutegemm::load(call.scale_a, m, 1.0f)};
+  }
+  struct Column {
+    float scale_b, bias;
+  };
+  static __device__ __forceinline__ Column column(const cutegemm_call& call, int n) {
+    return {cutegemm::load(call.scale_b, n, 1.0f), cutegemm::load(call.bias, n, 0.0f)};
+  }
+  static __device__ __forceinline__ float apply(float accum, const Row& row, const Column& column) {
+    return ((row.scale_a * (column.scale_b * accum)) + column.bias);
+  }
+};
+
+using scaled_mm_e4m3_e4m3_fast_128x128x128_2x1_pingpong_split_epilogue =
+  typename cutlass::epilogue::collective::CollectiveBuilder<
+    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp,
+    cute::Shape<cute::_128, cute::_128, cute::_128>,
+    cute::Shape<cute::_2, cute::_1, cute::_1>,
+    cutlass::epilogue::collective::EpilogueTileAuto,
+    float, float,
+    void, cutlass::layout::RowMajor, 0,
+    float, cutlass::layout::RowMajor, 4,
+    cutlass::epilogue::TmaWarpSpecialized,
+    cutlass::epilogue::fusion::Sm90EVT<cutlass::epilogue::fusion::Sm90Compute<cutlass::epilogue::thread::Identity, float, float, cutlass::FloatRoundStyle::round_to_nearest>, cutlass::epilogue::fusion::Sm90AccFetch>
+  >::CollectiveOp;
+
+
+
+
+using scaled_mm_e4m3_e4m3_fast_128x128x128_2x1_pingpong_split_mainloop =
+  typename cutlass::gemm::collective::CollectiveBuilder<
+    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp,
+    cutlass::float_e4m3_t, cutlass::layout::RowMajor, 16,
+    cutlass::float_e4m3_t, cutlass::layout::ColumnMajor, 16,
+    float,
+    cute::Shape<cute::_128, cute::_128, cute::_128>,
+    cute::Shape<cute::_2, cute::_1, cute::_1>,
+    cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename scaled_mm_e4m3_e4m3_fast_128x128x128_2x1_pingpong_split_epilogue::SharedStorage))>,
+    cutlass::gemm::KernelTmaWarpSpecializedPingpongFP8FastAccum
+  >::CollectiveOp;
+
+// Gemm operator scaled_mm_e4m3_e4m3_fast_128x128x128_2x1_pingpong_split
+using scaled_mm_e4m3_e4m3_fast_128x128x128_2x1_pingpong_split_base = cutlass::gemm::kernel::GemmUniversal<
+    cute::Shape<int,int,int,int>,
+    scaled_mm_e4m3_e4m3_fast_128x128x128_2x1_pingpong_split_mainloop,
+    scaled_mm_e4m3_e4m3_fast_128x128x128_2x1_pingpong_split_epilogue,
+    cutlass::gemm::PersistentScheduler>;
+
+// Define named type
+struct scaled_mm_e4m3_e4m3_fast_128x128x128_2x1_pingpong_split :
+  public scaled_mm_e4m3_e4m3_fast_128x128x128_2x1_pingpong_split_base { };
+
+struct Variant {
+  using Kernel = scaled_mm_e4m3_e4m3_fast_128x128x128_2x1_pingpong_split;
+  static constexpr bool kSwap = false;
+  using Formula = ::Formula;
+};
+
+CUTEGEMM_KERNEL_FILE("scaled_mm_e4m3_e4m3_fast_128x128x128_2x1_pingpong_split", cutegemm::UniversalSplit<Variant>)

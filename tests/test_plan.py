@@ -1,0 +1,421 @@
+"""Plans: every problem has a kernel for every m, and what Python and the dispatcher tell each other has one layout."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cutegemm import explain, gemm, library, plan
+from cutegemm.plan import NO_LIMIT, Choice, Options, Problem, candidates, choose
+from cutegemm.variants import KERNELS, AnyShape, Decode
+
+PAIRS = {
+    "mm": [("bf16", "bf16"), ("fp16", "fp16")],
+    "scaled_mm": [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")],
+}
+TUNED = sorted((Path(plan.__file__).parent / "tuned").glob("*.json"))
+
+
+def kinds() -> Iterator[dict[str, Any]]:
+    """Every problem that the dispatcher can ask for, but for n and k."""
+    for op, pairs in PAIRS.items():
+        layouts = ("tn", "nn", "") if op == "scaled_mm" else ("tn", "tt", "nt", "nn", "")
+        fast = (False, True) if op == "scaled_mm" else (False,)
+        names = ("op", "a", "b", "d", "layout", "fast_accum", "aligned", "aligned_out")
+        flags = itertools.product(("bf16", "fp16", "fp32"), layouts, fast, (False, True), (False, True))
+        for pair, rest in itertools.product(pairs, flags):
+            yield dict(zip(names, (op, *pair, *rest), strict=True))
+
+
+KINDS = list(kinds())
+SHAPES = [(4096, 4096), (1, 1), (24, 0), (1001, 77), (130, 8208), (65536, 16)]
+
+
+def is_any(choice: Choice) -> bool:
+    return isinstance(KERNELS[choice.kernel].tile, AnyShape)
+
+
+def check(problem: Problem, device: str = plan.H200) -> None:
+    rows = plan.plan(problem, device)
+    limits = [row.m_limit for row in rows]
+    assert limits == sorted(set(limits))
+    assert limits[0] >= 1 and limits[-1] == NO_LIMIT
+    for first, row in zip([1, *(limit + 1 for limit in limits)], rows, strict=False):
+        kernel = KERNELS[row.choice.kernel]
+        for m in (first, (first + row.m_limit) // 2, row.m_limit):
+            assert problem.takes(kernel, m), f"m = {m}: {row.choice}"
+            assert choose(problem, m, device) == row.choice
+        # "any" is many times slower, so it is for what no other takes.
+        assert is_any(row.choice) == all(isinstance(each.tile, AnyShape) for each in problem.kernels(first))
+    for row, after in itertools.pairwise(rows):
+        assert row.choice != after.choice
+
+
+# Plans
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_every_problem_has_a_kernel_for_every_m(n: int, k: int) -> None:
+    for kind in KINDS:
+        problem = Problem(n=n, k=k, **kind)
+        for m in (1, 8, 9, 100, 10_000, NO_LIMIT - 1):
+            assert candidates(problem, m)
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_plans_of_common_problems_are_whole(n: int, k: int) -> None:
+    for kind in KINDS[::7]:
+        check(Problem(n=n, k=k, **kind))
+    for a, b in itertools.chain(*PAIRS.values()):
+        op = "scaled_mm" if a in ("e4m3", "e5m2") else "mm"
+        check(Problem(op, a, b, "bf16", n, k, fast_accum=op == "scaled_mm"))
+
+
+@settings(max_examples=60)
+@given(kind=st.sampled_from(KINDS), n=st.integers(1, 2**18), k=st.integers(0, 2**16))
+def test_plans_are_whole(kind: dict[str, Any], n: int, k: int) -> None:
+    check(Problem(n=n, k=k, **kind))
+
+
+@settings(max_examples=200)
+@given(
+    kind=st.sampled_from(KINDS), n=st.integers(1, 2**31 - 2), k=st.integers(0, 2**31 - 2), m=st.integers(1, 2**31 - 2)
+)
+def test_candidates_take_the_problem_and_have_a_cost(kind: dict[str, Any], n: int, k: int, m: int) -> None:
+    problem = Problem(n=n, k=k, **kind)
+    choices = candidates(problem, m)
+    assert choices
+    assert len(set(choices)) == len(choices)
+    for choice in choices:
+        assert problem.takes(KERNELS[choice.kernel], m)
+        assert 0 < plan.cost(problem, choice, m) < float("inf")
+
+
+@given(kind=st.sampled_from(KINDS), n=st.integers(1, 2**18), k=st.integers(1, 2**18), m=st.integers(1, 2**16))
+def test_parts_of_k_are_whole_pieces_of_16_bytes(kind: dict[str, Any], n: int, k: int, m: int) -> None:
+    problem = Problem(n=n, k=k, **kind)
+    for choice in candidates(problem, m):
+        kernel, split = KERNELS[choice.kernel], choice.options.split
+        if isinstance(kernel.tile, Decode):
+            assert split in (0, 1, 2, 4, 8)
+        elif split > 1:
+            assert k % split == 0 and k // split * plan.BYTES[problem.a] % 16 == 0
+
+
+def test_few_tokens_take_decode_and_many_take_tiles() -> None:
+    for op, a in (("mm", "bf16"), ("scaled_mm", "e4m3")):
+        problem = Problem(op, a, a, "bf16", 4096, 4096, fast_accum=op == "scaled_mm")
+        assert isinstance(KERNELS[choose(problem, 1).kernel].tile, Decode)
+        assert not isinstance(KERNELS[choose(problem, 8192).kernel].tile, Decode)
+        ragged = Problem(op, a, a, "bf16", 4096, 4095, fast_accum=op == "scaled_mm", aligned=False)
+        assert [is_any(row.choice) for row in plan.plan(ragged)] == [True]
+
+
+# Measured tables
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
+    """In place of the tables in tuned/."""
+    rows: dict[Any, Any] = {}
+    monkeypatch.setattr(plan, "_tuned", lambda device: rows)
+    return rows
+
+
+PROBLEM = Problem("mm", "bf16", "bf16", "bf16", 512, 1024)
+KEY = ("mm", "bf16", "bf16", "bf16", False, 512, 1024)
+
+
+def test_measured_kernels_come_first(table: dict[Any, Any]) -> None:
+    wide = Choice("mm_bf16_bf16_bf16_128x256x64_2x1_cooperative", Options(swizzle=2))
+    small = Choice("mm_bf16_bf16_decode16", Options(split=2))
+    table[KEY] = {7: [small], 100: [wide]}
+    # A measured m speaks for the sizes up to it, the largest for those beyond it.
+    assert choose(PROBLEM, 1) == choose(PROBLEM, 7) == small
+    assert choose(PROBLEM, 8) == choose(PROBLEM, 100) == choose(PROBLEM, 10**6) == wide
+    check(PROBLEM)
+    unmeasured = Problem("mm", "bf16", "bf16", "bf16", 512, 2048)
+    assert choose(unmeasured, 1) != small
+
+
+def test_measured_kernels_that_may_not_run_are_passed_over(table: dict[Any, Any]) -> None:
+    small, wide = Choice("mm_bf16_bf16_decode8"), Choice("mm_bf16_bf16_bf16_128x128x64_2x1_pingpong")
+    table[KEY] = {2048: [small, wide]}
+    assert choose(PROBLEM, 8) == small
+    assert choose(PROBLEM, 9) == wide  # measured at 2048, where decode8 can't have been, and good for 9
+    check(PROBLEM)
+    misaligned = Problem(*KEY[:4], 512, 1024, aligned=False)
+    check(misaligned)
+    assert is_any(choose(misaligned, 8))
+
+
+@pytest.mark.parametrize("path", TUNED, ids=lambda path: path.stem)
+def test_tables_name_declared_kernels_that_take_their_problem(path: Path) -> None:
+    device = path.stem.replace("_", " ")
+    for row in json.loads(path.read_text())["rows"]:
+        problem = Problem(row["op"], row["a"], row["b"], row["d"], row["n"], row["k"], fast_accum=row["fast_accum"])
+        assert row["best"]
+        for best in row["best"]:
+            assert best["kernel"] in KERNELS
+            assert problem.takes(KERNELS[best["kernel"]], row["m"])
+            assert best.keys() - {"kernel", "us"} <= {name for name, _ in plan._Options._fields_}
+        check(problem, device)
+
+
+# Names with options
+
+
+@given(
+    kernel=st.sampled_from(sorted(KERNELS)),
+    options=st.builds(Options, **{name: st.integers(0, 2**31 - 1) for name, _ in plan._Options._fields_}),
+)
+def test_a_choice_is_the_text_that_it_prints(kernel: str, options: Options) -> None:
+    choice = Choice(kernel, options)
+    assert Choice.parse(str(choice)) == choice
+
+
+def test_parse() -> None:
+    assert Choice.parse("x") == Choice.parse("x:") == Choice("x")
+    assert Choice.parse("x:swizzle=4,split=2") == Choice("x", Options(split=2, swizzle=4))
+    assert str(Choice("x", Options(split=2, swizzle=4))) == "x:split=2,swizzle=4"
+    for wrong in ("speed=2", "split", "split=", "split=-1", "split=2.0", "split =2", "=2"):
+        with pytest.raises(
+            ValueError, match=rf"kernel: '{wrong}' is not an option; it must be .*split.* with a number"
+        ):
+            Choice.parse(f"x:{wrong}")
+
+
+# explain()
+
+
+def test_explain_prints_the_plan() -> None:
+    text = explain("scaled_mm", 4096, 4096)
+    assert text == explain("scaled_mm", 4096, 4096)
+    header, *lines = text.splitlines()
+    assert re.fullmatch(
+        r"scaled_mm of e4m3 to bf16, n = 4096, k = 4096 on NVIDIA H200: (by the cost model|measured at .*)", header
+    )
+    rows = plan.plan(Problem("scaled_mm", "e4m3", "e4m3", "bf16", 4096, 4096, fast_accum=True))
+    assert [line.split()[-1] for line in lines] == [str(row.choice) for row in rows]
+    assert lines[0].startswith("  m = 1")
+    assert lines[-1].startswith(f"  m from {rows[-2].m_limit + 1} ")
+
+
+@pytest.mark.parametrize("m", [1, 7, 64, 8192, 10**6])
+def test_explain_one_m(m: int) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        problem = Problem("mm", plan.DTYPES[dtype], plan.DTYPES[dtype], "fp32", 256, 512)
+        text = explain("mm", 256, 512, m, dtype=dtype, out_dtype=torch.float32)
+        assert [line.split()[-1] for line in text.splitlines()[1:]] == [str(choose(problem, m))]
+
+
+def test_explain_knows_what_is_not_aligned() -> None:
+    assert "mm_bf16_bf16_any" in explain("mm", 64, 63)
+    assert "_any" not in explain("mm", 63, 64, 1)
+
+
+def test_explain_refuses_what_is_no_op() -> None:
+    with pytest.raises(ValueError, match=r"explain: op is 'matmul'; it must be 'mm' or 'scaled_mm'"):
+        explain("matmul", 64, 64)
+
+
+# What Python and csrc/dispatch.cpp tell each other
+
+C_TYPES = {
+    "int32_t": ctypes.c_int32,
+    "int64_t": ctypes.c_int64,
+    "const char*": ctypes.c_char_p,
+    "cutegemm_tensor": plan._Tensor,
+    "cutegemm_options": plan._Options,
+}
+
+
+def fields_in_c(struct: str) -> list[tuple[str, Any]]:
+    text = "".join((library.csrc() / name).read_text() for name in ("kernel_abi.h", "dispatch.cpp"))
+    (body,) = re.findall(rf"struct {struct} \{{(.*?)\n\}}", text, re.DOTALL)
+    found: list[tuple[str, Any]] = []
+    for declaration in re.sub(r"//.*", "", body).split(";")[:-1]:
+        kind, names = re.fullmatch(r"\s*((?:const )?\w+\*?)\s+(.*?)\s*", declaration, re.DOTALL).groups()  # type: ignore[union-attr]
+        for name in names.split(","):
+            name, _, count = name.strip().rstrip("]").partition("[")
+            found.append((name, C_TYPES[kind] * int(count) if count else C_TYPES[kind]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("struct", "mirror"),
+    [
+        ("cutegemm_options", plan._Options),
+        ("cutegemm_tensor", plan._Tensor),
+        ("cutegemm_request", plan._Request),
+        ("cutegemm_plan_row", plan._Row),
+    ],
+)
+def test_structures_are_those_of_c(struct: str, mirror: type[ctypes.Structure]) -> None:
+    assert list(mirror._fields_) == fields_in_c(struct)  # type: ignore[arg-type]
+
+
+def test_numbers_of_types_are_those_of_c() -> None:
+    header = (library.csrc() / "kernel_abi.h").read_text()
+    numbers = {name.lower(): int(number) for name, number in re.findall(r"CUTEGEMM_(\w+) = (\d+)", header)}
+    assert {name or "none": number for name, number in plan._KERNEL_TYPES.items()} == numbers
+    include = Path(torch.__file__).parent / "include/torch/headeronly/core/ScalarType.h"
+    order = re.findall(r"^\s*_\([\w:<>]+, (\w+)\)\s*/\* (\d+) \*/", include.read_text(), re.MULTILINE)
+    torch_numbers = {int(number): name for name, number in order}
+    short = {"Byte": "uint8", "Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64", "Half": "float16"}
+    short |= {"Float": "float32", "Double": "float64", "ComplexFloat": "complex64", "ComplexDouble": "complex128"}
+    short |= {"Bool": "bool", "BFloat16": "bfloat16"}
+    for number, dtype in plan._SCALAR_TYPES.items():
+        name = torch_numbers[number]
+        assert dtype == getattr(torch, short.get(name, name.lower())), name
+
+
+class Dispatcher:
+    """Notes what Python tells the dispatcher."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, str, Options]] = []
+        self.key: tuple[int, ...] = ()
+        self.opened: list[str] = []
+        self.refusal = b""
+
+    def cutegemm_add_plan(self, request: Any, rows: Any, count: int, *key: int) -> None:
+        self.rows = [
+            (
+                row.m_limit,
+                row.kernel.decode(),
+                Options(*(getattr(row.options, name) for name, _ in row.options._fields_)),
+            )
+            for row in rows[:count]
+        ]
+        self.key = key
+
+    def cutegemm_open(self, name: bytes, path: bytes, text: Any, size: int) -> int:
+        self.opened.append(name.decode())
+        text.value = self.refusal
+        return len(self.refusal)
+
+
+@pytest.fixture
+def dispatcher(monkeypatch: pytest.MonkeyPatch) -> Dispatcher:
+    made = Dispatcher()
+    monkeypatch.setattr(plan, "_dispatcher", made)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: plan.H200)
+    monkeypatch.setattr(library, "kernel", lambda name: Path(f"/{name}.so"))
+    return made
+
+
+NUMBERS = {dtype: number for number, dtype in plan._SCALAR_TYPES.items()}
+
+
+def described(x: torch.Tensor, cuda_index: int = 0) -> plan._Tensor:
+    three = ctypes.c_int64 * 3
+    return plan._Tensor(1, NUMBERS[x.dtype], cuda_index, x.dim(), three(*x.shape), three(*x.stride()))
+
+
+def ask(*, size: int = 4096, **request: Any) -> str:
+    """What the dispatcher reads when it asks: "" or a sentence."""
+    tensors = {name: described(x) for name, x in request.items() if isinstance(x, torch.Tensor)}
+    rest = {"out_dtype": -1, "aligned_operands": 1, "aligned_out": 1}
+    text = ctypes.create_string_buffer(b"?" * size)
+    status = plan._resolve(ctypes.byref(plan._Request(**(rest | request | tensors))), ctypes.addressof(text), size)
+    assert status == (text.value != b"?" * size)
+    return text.value.decode() if status else ""
+
+
+A, B = torch.empty(5, 1024, dtype=torch.bfloat16), torch.empty(512, 1024, dtype=torch.bfloat16).t()
+
+
+def test_a_request_is_answered_with_the_plan(dispatcher: Dispatcher) -> None:
+    assert ask(a=A, b=B) == ""
+    assert dispatcher.rows == [(row.m_limit, *row.choice) for row in plan.plan(PROBLEM)]
+    assert dispatcher.key == (0, 2, 2, 2)
+    assert dispatcher.opened == [choose(PROBLEM, 5).kernel]
+
+
+def test_a_kernel_by_name(dispatcher: Dispatcher) -> None:
+    assert ask(a=A, b=B, kernel=b"mm_bf16_bf16_decode8:split=4,no_chain=1") == ""
+    assert dispatcher.rows == [(NO_LIMIT, "mm_bf16_bf16_decode8", Options(split=4, no_chain=1))]
+    assert dispatcher.opened == ["mm_bf16_bf16_decode8"]
+    assert ask(a=A, b=B, aligned_operands=0, kernel=b"mm_bf16_bf16_decode8") == (
+        "mm: kernel mm_bf16_bf16_decode8 does not take m = 5, n = 512, k = 1024 of bf16 and bf16 to bf16 in layout tn, "
+        "not aligned to 16 bytes"
+    )
+    for name in (b"", b"mm_bf16_bf16_decode8:fast=1", b"scaled_mm_fp8_fp8_any"):
+        assert "kernel" in ask(a=A, b=B, kernel=name)
+
+
+def test_a_request_that_is_not_in_order_is_answered_with_the_sentence(dispatcher: Dispatcher) -> None:
+    assert ask(a=A, b=B[1:]) == "mm: a is [5, 1024] and b is [1023, 512]; the k of a, 1024, must be the k of b, 1023"
+    assert ask(a=A, b=B, bias=torch.empty(5)) == "mm: bias is [5]; it must be [512], one element for each column of b"
+    assert ask(a=A, b=B, out_dtype=3) == (
+        "mm: out_dtype is torch.int32; it must be torch.bfloat16, torch.float16 or torch.float32"
+    )
+    fp8 = {"a": A.to(torch.float8_e4m3fn), "b": B.to(torch.float8_e4m3fn), "scaled": 1, "scale_a": torch.ones(1)}
+    assert ask(**fp8, scale_b=torch.ones(2)).startswith(
+        "scaled_mm: scale_b is [2]; it must have one element, or be [512]"
+    )
+    assert dispatcher.rows == []
+    assert ask(a=A, b=B[1:], size=12) == "mm: a is [5"  # the end of a longer text is lost, and nothing beyond written
+
+
+def test_what_goes_wrong_in_python_reaches_the_caller(dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatcher.refusal = b"kernel file x: it is not a kernel file"
+    assert ask(a=A, b=B) == "kernel file x: it is not a kernel file"
+    monkeypatch.setattr(library, "kernel", lambda name: 1 / 0)
+    assert ask(a=A, b=B) == "division by zero"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert ask(a=A, b=B) == ("mm: the GPU is NVIDIA H200, compute capability 8.0; it must be 9.0 (H100, H200)")
+
+
+def test_empty_products_need_no_plan(dispatcher: Dispatcher) -> None:
+    assert ask(a=A[:0], b=B) == ask(a=A, b=B[:, :0]) == ""
+    assert dispatcher.rows == []
+    assert ask(a=A[:, :0], b=B[:0]) == ""
+    assert [name for _, name, _ in dispatcher.rows] == ["mm_bf16_bf16_any"]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "layout", "number"),
+    [
+        # sizes and strides of a (m, k) and of b (k, n)
+        (((5, 6), (6, 1)), ((6, 7), (1, 6)), "tn", 0),
+        (((5, 6), (6, 1)), ((6, 7), (7, 1)), "tt", 1),
+        (((5, 6), (1, 5)), ((6, 7), (7, 1)), "nt", 17),
+        (((5, 6), (1, 5)), ((6, 7), (1, 6)), "nn", 16),
+        (((5, 6), (12, 2)), ((6, 7), (1, 6)), "", 9 * 16),
+        (((5, 6), (6, 1)), ((6, 7), (14, 2)), "", 9),
+        (((5, 6), (12, 2)), ((6, 7), (14, 2)), "", 9 * 16 + 9),
+        # of a dimension of size one the stride means nothing
+        (((5, 1), (3, 9)), ((1, 7), (9, 1)), "tn", 0),
+        (((1, 6), (3, 9)), ((6, 1), (9, 5)), "nt", 17),
+        (((1, 1), (3, 9)), ((1, 1), (9, 5)), "tn", 0),
+        (((1, 6), (9, 1)), ((6, 1), (1, 9)), "tn", 0),
+    ],
+)
+def test_layouts_and_their_numbers(a: Any, b: Any, layout: str, number: int) -> None:
+    x, y = (torch.empty_strided(*shape, dtype=torch.bfloat16) for shape in (a, b))
+    problem, found = plan._problem(plan._Request(aligned_operands=1), x, y, torch.float32)
+    assert (problem.layout, found) == (layout, number)
+    assert (problem.n, problem.k, problem.a, problem.d) == (b[0][1], a[0][1], "bf16", "fp32")
+    assert (problem.aligned, problem.aligned_out) == (True, False)
+
+
+def test_a_described_tensor_passes_the_checks_that_the_tensor_passes() -> None:
+    for x in (A, B, A[0], torch.ones(()), torch.ones(2, 3, 4)):
+        seen = plan._Described(described(x, -1))
+        assert (seen.dim(), tuple(seen.shape), seen.dtype, seen.device) == (x.dim(), tuple(x.shape), x.dtype, "cpu")
+        assert seen.stride() == x.stride()
+    assert plan._Described(described(A, 1)).device == "cuda:1"
+    assert gemm.check_mm(plan._Described(described(A)), plan._Described(described(B))) == torch.bfloat16

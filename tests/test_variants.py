@@ -1,0 +1,207 @@
+"""The declared kernels: names, and tiles that the hardware can hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+
+import pytest
+
+from cutegemm.plan import BYTES
+from cutegemm.variants import FAMILIES, GEMMS, KERNELS, AnyShape, Decode, Gemm, Kernel, Tile
+
+SHARED_MEMORY = 227 * 1024  # of one CTA on Hopper
+TILES = {name: kernel for name, kernel in KERNELS.items() if isinstance(kernel.tile, Tile)}
+
+
+def operand_bytes(kernel: Kernel) -> int:
+    return BYTES[kernel.gemm.a]
+
+
+# Names
+
+
+def test_names_are_derived_unique_and_good_for_files_and_symbols() -> None:
+    assert len(KERNELS) == sum(len(gemm.tiles) for gemm in GEMMS)
+    for name, kernel in KERNELS.items():
+        assert kernel.name == name
+        assert re.fullmatch(r"[a-z][a-z0-9_]*", name)
+        assert len(name) <= 100
+        assert name.startswith(f"{kernel.gemm.op}_{kernel.gemm.a}_{kernel.gemm.b}_")
+
+
+def test_every_field_is_in_the_name() -> None:
+    tile = Tile(64, 128, 64)
+    other_tiles = [
+        Tile(128, 128, 64),
+        Tile(64, 64, 64),
+        Tile(64, 128, 128),
+        Tile(64, 128, 64, (2, 1)),
+        Tile(64, 128, 64, (1, 2)),
+        Tile(64, 128, 64, schedule="cooperative"),
+        Tile(64, 128, 64, swap=True),
+        Tile(64, 128, 64, split=True),
+        Decode(8),
+        Decode(16),
+        AnyShape(),
+    ]
+    gemm = Gemm("mm", "bf16", "bf16", "bf16", "linear", (tile,))
+    others = [
+        {"op": "scaled_mm"},
+        {"a": "fp16"},
+        {"b": "fp16"},
+        {"d": "fp32"},
+        {"d": ""},
+        {"layout": "nt"},
+        {"fast_accum": True},
+    ]
+    names = [Kernel(gemm, each).name for each in (tile, *other_tiles)]
+    names += [Kernel(dataclasses.replace(gemm, **other), tile).name for other in others]
+    assert len(set(names)) == len(names)
+    assert names[0] == "mm_bf16_bf16_bf16_64x128x64_1x1_pingpong"
+    # The epilogue is no part of the name, so an op has one.
+    assert len({(gemm.op, gemm.epilogue) for gemm in GEMMS}) == len({gemm.op for gemm in GEMMS})
+
+
+def test_declarations_are_values() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        GEMMS[0].op = "mm"  # type: ignore[misc]
+    assert len(set(GEMMS)) == len(GEMMS)
+    assert Tile(64, 128, 64) == Tile(64, 128, 64)
+
+
+def test_declarations_that_are_refused() -> None:
+    tile = Tile(64, 128, 64)
+    with pytest.raises(ValueError, match="mm bf16 bf16 bf16: a tile is declared twice"):
+        Gemm("mm", "bf16", "bf16", "bf16", "linear", (tile, tile))
+    with pytest.raises(ValueError, match="mm: layout is 'tm' and must be tn, tt, nt or nn"):
+        Gemm("mm", "bf16", "bf16", "bf16", "linear", (tile,), layout="tm")
+
+
+def test_one_kernel_of_each_kind_is_in_families() -> None:
+    assert all(FAMILIES[kind] in KERNELS for kind in FAMILIES)
+
+    def kind(kernel: Kernel) -> tuple[type, bool, bool]:
+        tile = kernel.tile
+        return type(tile), isinstance(tile, Tile) and tile.swap, isinstance(tile, Tile) and tile.split
+
+    kinds = {kind(KERNELS[name]) for name in FAMILIES.values()}
+    assert {each[0] for each in kinds} == {Tile, Decode, AnyShape}
+    assert {each[1:] for each in kinds} >= {(False, False), (True, False), (True, True)}
+
+
+# Tiles
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_tile_is_one_that_wgmma_and_tma_have(name: str) -> None:
+    kernel = TILES[name]
+    tile = kernel.tile
+    assert isinstance(tile, Tile)
+    assert tile.schedule in ("pingpong", "cooperative")
+    assert tile.m % (128 if tile.schedule == "cooperative" else 64) == 0
+    assert tile.n % 8 == 0 and 8 <= tile.n <= 256
+    # Lines of a tile are 128 bytes, the widest that TMA swizzles and wgmma reads; FP8 must have k innermost.
+    assert tile.k * operand_bytes(kernel) % 128 == 0
+    assert operand_bytes(kernel) > 1 or kernel.gemm.layout == "tn"
+    # Eight CTAs are what every GPU can keep in a cluster.
+    assert all(side in (1, 2, 4, 8) for side in tile.cluster) and tile.cluster[0] * tile.cluster[1] <= 8
+    assert not tile.split or kernel.gemm.d == ""
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_tile_fits_registers_and_shared_memory(name: str) -> None:
+    kernel = TILES[name]
+    tile = kernel.tile
+    assert isinstance(tile, Tile)
+    # The sums of a warpgroup take 128 registers of each thread, which may have 240. Promoted FP8 sums are there twice.
+    sums = tile.m * tile.n // (2 if tile.schedule == "cooperative" else 1)
+    promoted = kernel.gemm.op == "scaled_mm" and not kernel.gemm.fast_accum
+    assert sums * (2 if promoted else 1) <= 128 * 128
+    stage = (tile.m + tile.n) * tile.k * operand_bytes(kernel)
+    rows = min(tile.m, 128 if tile.schedule == "cooperative" else 64)
+    epilogue = 4 * rows * min(tile.n, 32) * BYTES[kernel.gemm.d or "fp32"] + 3 * 4 * tile.n + 1024
+    assert 2 * stage + epilogue <= SHARED_MEMORY
+
+
+@pytest.mark.parametrize("name", [name for name, kernel in KERNELS.items() if isinstance(kernel.tile, Decode)])
+def test_decode_tokens_are_an_n_of_wgmma(name: str) -> None:
+    tile = KERNELS[name].tile
+    assert isinstance(tile, Decode)
+    assert tile.tokens in (8, 16, 32, 64)
+    assert KERNELS[name].gemm.layout == "tn"
+    assert KERNELS[name].gemm.d == ""
+
+
+@pytest.mark.parametrize("op", ["mm", "scaled_mm"])
+def test_every_pair_of_types_has_a_kernel_for_every_shape(op: str) -> None:
+    shapeless = [kernel for kernel in KERNELS.values() if isinstance(kernel.tile, AnyShape) and kernel.gemm.op == op]
+    for gemm in GEMMS:
+        if gemm.op == op:
+            assert (
+                sum(
+                    kernel.takes(op, gemm.a, gemm.b, "bf16", "", False, False, False, 1, 1, 0)
+                    or (kernel.gemm.a, kernel.gemm.b) == (gemm.a, gemm.b)
+                    for kernel in shapeless
+                )
+                == 1
+            )
+
+
+# What a kernel takes
+
+
+def takes(name: str, **other: object) -> bool:
+    gemm = KERNELS[name].gemm
+    problem = {
+        "op": gemm.op,
+        "a": gemm.a,
+        "b": gemm.b,
+        "d": gemm.d or "bf16",
+        "layout": gemm.layout,
+        "fast_accum": gemm.fast_accum,
+        "aligned": True,
+        "aligned_out": True,
+        "m": 1,
+        "n": 64,
+        "k": 64,
+    }
+    return KERNELS[name].takes(**(problem | other))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", [name for name in KERNELS if name != "scaled_mm_fp8_fp8_any"])
+def test_takes_its_own_problem_and_no_other(name: str) -> None:
+    kernel, gemm, tile = KERNELS[name], KERNELS[name].gemm, KERNELS[name].tile
+    shapeless = isinstance(tile, AnyShape)
+    through_tma = isinstance(tile, Tile) and not tile.split
+    assert takes(name)
+    assert takes(name, m=2**20) == (not isinstance(tile, Decode))
+    assert not takes(name, op="scaled_mm" if gemm.op == "mm" else "mm")
+    assert not takes(name, a="fp16" if gemm.a == "bf16" else "bf16")
+    assert takes(name, k=0) == shapeless
+    assert takes(name, aligned=False) == shapeless
+    assert takes(name, aligned_out=False) == (not through_tma)
+    assert takes(name, n=63) == (not (isinstance(tile, Tile) and tile.split))
+    for layout in ("tn", "tt", "nt", "nn", ""):
+        assert takes(name, layout=layout) == (shapeless or layout == gemm.layout)
+    for d in ("bf16", "fp16", "fp32"):
+        assert takes(name, d=d) == (gemm.d in ("", d))
+    # Sums that are promoted are right, only slower, where fast ones are allowed.
+    for fast in (False, True):
+        assert takes(name, fast_accum=fast) == (fast or not gemm.fast_accum)
+    assert kernel.tile == tile
+
+
+def test_any_takes_every_pair_of_fp8() -> None:
+    name = "scaled_mm_fp8_fp8_any"
+    for a, b in itertools.product(("e4m3", "e5m2"), repeat=2):
+        assert takes(name, a=a, b=b, layout="", aligned=False, aligned_out=False, k=0)
+    assert not takes(name, a="bf16", b="bf16")
+    assert not takes(name, a="e4m3", b="bf16")
+
+
+@pytest.mark.parametrize("name", [name for name, kernel in KERNELS.items() if isinstance(kernel.tile, Decode)])
+def test_decode_takes_as_many_rows_as_its_name_says(name: str) -> None:
+    tokens = int(name.rpartition("decode")[2])
+    assert [m for m in range(1, 200) if takes(name, m=m)] == list(range(1, tokens + 1))
