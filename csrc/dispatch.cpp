@@ -193,7 +193,7 @@ bool prepare(const Problem& p, cutegemm_call& call, Key& key, ScalarType& d) {
   call.b_stride[0] = p.b.stride(0), call.b_stride[1] = p.b.stride(1);
   uint8_t const a_layout = orient(m, k, call.a_stride[0], call.a_stride[1]);
   uint8_t const b_layout = orient(n, k, call.b_stride[1], call.b_stride[0]);
-  if (p.scaled && b_layout == 1 && n > 1) return false;  // a row-major FP8 b
+  if (p.scaled && b_layout == 1 && n > 1 && k > 1) return false;  // a row-major FP8 b
   if (p.out) {
     if (p.out->dim() != 2 || p.out->size(0) != m || p.out->size(1) != n || p.out->scalar_type() != d) return false;
     call.d_stride[0] = p.out->stride(0), call.d_stride[1] = p.out->stride(1);

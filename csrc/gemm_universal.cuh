@@ -65,13 +65,15 @@ struct UniversalProblem {
     args.mainloop.ptr_A = static_cast<ElementA const*>(a.data);
     args.mainloop.ptr_B = static_cast<ElementB const*>(b.data);
     args.epilogue.ptr_D = static_cast<ElementD*>(d);
-    if (!set_stride(args.mainloop.dA, a.row, a.k, a.k * k) || !set_stride(args.mainloop.dB, b.row, b.k, b.k * k) ||
+    // From one part of k to the next; TMA wants a multiple of 16 bytes, or zero, even where there is one part.
+    int64_t const a_part = split > 1 ? a.k * k : 0, b_part = split > 1 ? b.k * k : 0;
+    if (!set_stride(args.mainloop.dA, a.row, a.k, a_part) || !set_stride(args.mainloop.dB, b.row, b.k, b_part) ||
         !set_stride(args.epilogue.dD, kSwap ? d_column : d_row, kSwap ? d_row : d_column, d_batch)) {
       return kWrongLayout;
     }
     if (!tma_can_read<ElementA>(a.data, args.mainloop.dA) || !tma_can_read<ElementB>(b.data, args.mainloop.dB) ||
-        !tma_can_read<ElementD>(d, args.epilogue.dD) ||
-        (split > 1 && (a.k * k * sizeof(ElementA) % 16 != 0 || b.k * k * sizeof(ElementB) % 16 != 0))) {
+        !tma_can_read<ElementD>(d, args.epilogue.dD) || a_part * sizeof(ElementA) % 16 != 0 ||
+        b_part * sizeof(ElementB) % 16 != 0) {
       return kMisaligned;
     }
     args.hw_info.sm_count = call.sm_count;

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .epilogues import linear, scaled
 from .registry import Input, nbytes, op
-from .variants import KERNELS
+from .variants import KERNELS, Choice
 
 HALF = (torch.bfloat16, torch.float16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -66,7 +66,7 @@ def _check_product(op: str, a: Any, b: Any, bias: Any, out: Any, out_dtype: torc
 def _check_kernel(op: str, kernel: str | None) -> None:
     if kernel is None:
         return
-    name = kernel.partition(":")[0]
+    name = Choice.parse(kernel).kernel
     if name not in KERNELS or KERNELS[name].gemm.op != op:
         raise ValueError(
             f"{op}: kernel is {name!r}, which is not a kernel of {op}; `python tools/emit.py --list` prints them"
@@ -148,7 +148,8 @@ def _mm_fake(
     out_dtype: torch.dtype | None = None,
     kernel_name: str | None = None,
 ) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=check_mm(a, b, bias, None, out_dtype, kernel_name))
+    dtype = check_mm(a, b, bias, None, out_dtype, kernel_name)
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
 
 
 _MM_CASES: list[dict[str, Any]] = [
@@ -175,6 +176,7 @@ def _mm(
     out_dtype: torch.dtype | None = None,
     kernel_name: str | None = None,
 ) -> Tensor:
+    """`mm` as a torch op."""
     dtype = check_mm(a, b, bias, None, out_dtype, kernel_name)
     return linear(_product(a, b), 0.0 if bias is None else bias.float()).to(dtype)
 
@@ -206,6 +208,7 @@ def _mm_out(
     out_dtype: torch.dtype | None = None,
     kernel_name: str | None = None,
 ) -> None:
+    """`mm` into out, as a torch op."""
     dtype = check_mm(a, b, bias, out, out_dtype, kernel_name)
     out.copy_(_mm(a, b, bias, dtype))
 
@@ -286,6 +289,7 @@ def _scaled_mm(
     use_fast_accum: bool = True,
     kernel_name: str | None = None,
 ) -> Tensor:
+    """`scaled_mm` as a torch op."""
     dtype = check_scaled_mm(a, b, scale_a, scale_b, bias, None, out_dtype, kernel_name)
     rows = scale_a.reshape(-1, 1)  # of m elements, or of one
     columns = scale_b.reshape(1, -1)
@@ -328,6 +332,7 @@ def _scaled_mm_out(
     use_fast_accum: bool = True,
     kernel_name: str | None = None,
 ) -> None:
+    """`scaled_mm` into out, as a torch op."""
     dtype = check_scaled_mm(a, b, scale_a, scale_b, bias, out, out_dtype, kernel_name)
     out.copy_(_scaled_mm(a, b, scale_a, scale_b, bias, dtype, use_fast_accum))
 

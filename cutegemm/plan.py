@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import gemm
-from .variants import KERNELS, AnyShape, Decode, Kernel, Tile, Tiles
+from .variants import KERNELS, AnyShape, Choice, Decode, Kernel, Options, Tile, Tiles
 
 # Where a plan may change kernels, and the sizes that tools/tune.py measures by default.
 LADDER = (
@@ -62,44 +62,6 @@ DTYPES = {
     torch.float8_e5m2: "e5m2",
 }
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "e4m3": 1, "e5m2": 1}
-
-
-@dataclass(frozen=True)
-class Options:
-    """Launch options of a kernel, as in csrc/kernel_abi.h; 0 is the kernel's default."""
-
-    split: int = 0
-    swizzle: int = 0
-    raster: int = 0
-    prefetch: int = 0
-    rows: int = 0
-    no_chain: int = 0
-
-    def __str__(self) -> str:
-        return ",".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name))
-
-
-class Choice(NamedTuple):
-    kernel: str
-    options: Options = Options()
-
-    def __str__(self) -> str:
-        """The form that `kernel=` takes: name:option=value,..."""
-        return ":".join(part for part in (self.kernel, str(self.options)) if part)
-
-    @classmethod
-    def parse(cls, text: str) -> Choice:
-        name, _, rest = text.partition(":")
-        known = {f.name for f in fields(Options)}
-        values = {}
-        for item in filter(None, rest.split(",")):
-            key, _, value = item.partition("=")
-            if key not in known or not value.isdigit():
-                raise ValueError(
-                    f"kernel: {item!r} is not an option; it must be {', '.join(sorted(known))} with a number"
-                )
-            values[key] = int(value)
-        return cls(name, Options(**values))
 
 
 class Row(NamedTuple):
@@ -146,11 +108,10 @@ def candidates(problem: Problem, m: int) -> list[Choice]:
     kernels = list(problem.kernels(m))
     fast = [kernel for kernel in kernels if not isinstance(kernel.tile, AnyShape)]
     fit = [kernel for kernel in fast if _fits(kernel.tile, m)]
-    return [
-        Choice(kernel.name, options)
-        for kernel in fit or fast or kernels
-        for options in _options(problem, kernel.tile, m)
-    ]
+    for group in (fit, fast, kernels):
+        if choices := [Choice(kernel.name, o) for kernel in group for o in _options(problem, kernel.tile, m)]:
+            return choices
+    return []
 
 
 def _fits(tile: Tiles, m: int) -> bool:
@@ -173,7 +134,8 @@ def _options(problem: Problem, tile: Tiles, m: int) -> list[Options]:
         return options
     if isinstance(tile, Tile):
         if tile.split:
-            return [Options(split=s) for s in (2, 3, 4, 6, 8) if k_bytes % (16 * s) == 0 and k_bytes >= s * 512]
+            splits = [s for s in (2, 3, 4, 6, 8) if k_bytes % (16 * s) == 0 and k_bytes >= s * 512]
+            return [Options(split=s) for s in splits or (1,)]
         rows, columns = _grid(problem, tile, m)
         if rows * columns <= MULTIPROCESSORS:
             return [Options()]
@@ -397,7 +359,7 @@ def _answer(request: _Request) -> None:
     }
     a, b, scale_a, scale_b, bias, out = described.values()
     asked = None if request.out_dtype < 0 else _SCALAR_TYPES.get(request.out_dtype, f"ScalarType {request.out_dtype}")
-    kernel = request.kernel.decode() if request.kernel else None
+    kernel = None if request.kernel is None else request.kernel.decode()
     op = "scaled_mm" if request.scaled else "mm"
     if request.scaled:
         dtype = gemm.check_scaled_mm(a, b, scale_a, scale_b, bias, out, asked, kernel)  # type: ignore[arg-type]

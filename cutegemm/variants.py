@@ -9,8 +9,9 @@ To add a kernel, add a tile to a declaration below, or a declaration with its ti
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -134,40 +135,37 @@ DECODE = (Decode(8), Decode(16), Decode(32))
 
 # 64 or 128 rows of weight by a few tokens: for what is too much for decode and too little to fill 128 x 128 tiles.
 FP8_NARROW = (
-    Tile(64, 16, 256, swap=True),
     Tile(64, 32, 256, swap=True),
     Tile(64, 64, 256, swap=True),
     Tile(64, 64, 256, (2, 1), swap=True),
     Tile(64, 128, 128, swap=True),
-    Tile(64, 128, 128, (2, 1), swap=True),
     Tile(64, 256, 128, (2, 1), swap=True),
-    Tile(128, 64, 128, swap=True),
     Tile(64, 64, 256, swap=True, split=True),
-    Tile(64, 128, 128, swap=True, split=True),
 )
 FP8_WIDE = (
     Tile(64, 128, 128),
+    Tile(64, 192, 128),
     Tile(128, 128, 128, (2, 1)),
     Tile(128, 128, 128, (1, 2)),
-    Tile(128, 256, 128, (2, 1), "cooperative"),
+    Tile(128, 192, 128, (2, 1), "cooperative"),
     Tile(256, 128, 128, (2, 1), "cooperative"),
     Tile(128, 128, 128, (2, 1), split=True),
 )
 BF16_NARROW = (
-    Tile(64, 16, 128, swap=True),
     Tile(64, 32, 128, swap=True),
     Tile(64, 64, 128, swap=True),
     Tile(64, 64, 128, (2, 1), swap=True),
     Tile(64, 128, 64, swap=True),
-    Tile(64, 128, 64, (2, 1), swap=True),
     Tile(64, 256, 64, (2, 1), swap=True),
-    Tile(128, 64, 64, swap=True),
-    Tile(64, 64, 128, swap=True, split=True),
     Tile(64, 128, 64, swap=True, split=True),
 )
 BF16_WIDE = (
     Tile(64, 128, 64),
+    Tile(64, 192, 64),
+    Tile(64, 224, 64),
+    Tile(64, 256, 64),
     Tile(128, 128, 64, (2, 1)),
+    Tile(128, 192, 64, (2, 1), "cooperative"),
     Tile(128, 256, 64, (2, 1), "cooperative"),
     Tile(128, 256, 64, (1, 2), "cooperative"),
     Tile(256, 128, 64, (2, 1), "cooperative"),
@@ -207,11 +205,12 @@ def _mm() -> list[Gemm]:
 
     whole = tuple(tile for tile in BF16_NARROW + BF16_WIDE if not tile.split)
     parts = tuple(tile for tile in BF16_NARROW + BF16_WIDE if tile.split)
-    few = (Tile(64, 32, 128, swap=True), Tile(64, 64, 128, swap=True), Tile(64, 128, 64), *BF16_WIDE[1:3])
+    main = Tile(128, 128, 64, (2, 1))
+    few = (Tile(64, 64, 128, swap=True), Tile(64, 128, 64), main, Tile(128, 256, 64, (2, 1), "cooperative"))
     gemms = [gemm("bf16", "bf16", whole), gemm("bf16", "", parts), gemm("fp16", "fp16", few)]
     for a in ("bf16", "fp16"):
-        gemms += [gemm(a, "", DECODE), gemm(a, "fp32", (few[1], few[3])), gemm(a, "", ANY)]
-        gemms += [gemm(a, a, (BF16_WIDE[1],), layout) for layout in ("tt", "nt", "nn")]
+        gemms += [gemm(a, "", DECODE), gemm(a, "fp32", (few[0], main)), gemm(a, "", ANY)]
+        gemms += [gemm(a, a, (main,), layout) for layout in ("tt", "nt", "nn")]
     return gemms
 
 
@@ -232,3 +231,41 @@ FAMILIES: dict[str, str] = {
     "decode": "scaled_mm_e4m3_e4m3_decode8",
     "any": "mm_bf16_bf16_any",
 }
+
+
+@dataclass(frozen=True)
+class Options:
+    """Launch options of a kernel, as in csrc/kernel_abi.h; 0 is the kernel's default."""
+
+    split: int = 0
+    swizzle: int = 0
+    raster: int = 0
+    prefetch: int = 0
+    rows: int = 0
+    no_chain: int = 0
+
+    def __str__(self) -> str:
+        return ",".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name))
+
+
+class Choice(NamedTuple):
+    kernel: str
+    options: Options = Options()
+
+    def __str__(self) -> str:
+        """The form that `kernel=` takes: name:option=value,..."""
+        return ":".join(part for part in (self.kernel, str(self.options)) if part)
+
+    @classmethod
+    def parse(cls, text: str) -> Choice:
+        name, _, rest = text.partition(":")
+        known = {f.name for f in fields(Options)}
+        values = {}
+        for item in filter(None, rest.split(",")):
+            key, _, value = item.partition("=")
+            if key not in known or not value.isdigit():
+                raise ValueError(
+                    f"kernel: {item!r} is not an option; it must be {', '.join(sorted(known))} with a number"
+                )
+            values[key] = int(value)
+        return cls(name, Options(**values))

@@ -279,7 +279,17 @@ CASES = [(name, i) for name, op in LIBRARY_OPS.items() for i in range(len(op.cas
 @pytest.mark.parametrize(("name", "i"), CASES)
 def test_opcheck(name: str, i: int, device: str) -> None:
     each = LIBRARY_OPS[name]
-    torch.library.opcheck(each.call, (), each.inputs(each.cases[i], device))
+    inputs = each.inputs(each.cases[i], device)
+    tests = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if any(isinstance(x, torch.Tensor) and x.dtype.itemsize == 1 and x.is_floating_point() for x in inputs.values()):
+        # torch looks for changed arguments with allclose, which it has not got for FP8: by their bytes, then.
+        tests.remove("test_schema")
+        named = {key: x for key, x in inputs.items() if isinstance(x, torch.Tensor) and key != "out"}
+        before = {key: x.clone() for key, x in named.items()}
+        each.call(**inputs)
+        for key, x in named.items():
+            assert torch.equal(before[key].contiguous().view(torch.uint8), x.contiguous().view(torch.uint8)), key
+    torch.library.opcheck(each.call, (), inputs, test_utils=tests)
 
 
 @pytest.mark.parametrize(("name", "i"), CASES)

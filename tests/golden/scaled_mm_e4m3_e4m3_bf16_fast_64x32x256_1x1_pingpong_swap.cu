@@ -1,7 +1,7 @@
 // Emitted by tools/emit.py from cutegemm/variants.py.
 #include "gemm_universal.cuh"
 
-using TileShape = cute::Shape<cute::_64, cute::_16, cute::_256>;
+using TileShape = cute::Shape<cute::_64, cute::_32, cute::_256>;
 // epilogues/scaled.py
 using Epilogue = cutlass::epilogue::fusion::Sm90EVT<
   cutlass::epilogue::fusion::Sm90Compute<cutlass::plus, cutlass::bfloat16_t, float, cutlass::FloatRoundStyle::round_to_nearest>,
@@ -14,10 +14,10 @@ using Epilogue = cutlass::epilogue::fusion::Sm90EVT<
       cutlass::epilogue::fusion::Sm90AccFetch>>,
   cutegemm::VectorBroadcast<cutegemm::Along::M, TileShape>>;
 
-using scaled_mm_e4m3_e4m3_bf16_fast_64x16x256_1x1_pingpong_swap_epilogue =
+using scaled_mm_e4m3_e4m3_bf16_fast_64x32x256_1x1_pingpong_swap_epilogue =
   typename cutlass::epilogue::collective::CollectiveBuilder<
     cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp,
-    cute::Shape<cute::_64, cute::_16, cute::_256>,
+    cute::Shape<cute::_64, cute::_32, cute::_256>,
     cute::Shape<cute::_1, cute::_1, cute::_1>,
     cutlass::epilogue::collective::EpilogueTileAuto,
     float, float,
@@ -30,35 +30,35 @@ using scaled_mm_e4m3_e4m3_bf16_fast_64x16x256_1x1_pingpong_swap_epilogue =
 
 
 
-using scaled_mm_e4m3_e4m3_bf16_fast_64x16x256_1x1_pingpong_swap_mainloop =
+using scaled_mm_e4m3_e4m3_bf16_fast_64x32x256_1x1_pingpong_swap_mainloop =
   typename cutlass::gemm::collective::CollectiveBuilder<
     cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp,
     cutlass::float_e4m3_t, cutlass::layout::RowMajor, 16,
     cutlass::float_e4m3_t, cutlass::layout::ColumnMajor, 16,
     float,
-    cute::Shape<cute::_64, cute::_16, cute::_256>,
+    cute::Shape<cute::_64, cute::_32, cute::_256>,
     cute::Shape<cute::_1, cute::_1, cute::_1>,
-    cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename scaled_mm_e4m3_e4m3_bf16_fast_64x16x256_1x1_pingpong_swap_epilogue::SharedStorage))>,
+    cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename scaled_mm_e4m3_e4m3_bf16_fast_64x32x256_1x1_pingpong_swap_epilogue::SharedStorage))>,
     cutlass::gemm::KernelTmaWarpSpecializedPingpongFP8FastAccum
   >::CollectiveOp;
 
-// Gemm operator scaled_mm_e4m3_e4m3_bf16_fast_64x16x256_1x1_pingpong_swap
-using scaled_mm_e4m3_e4m3_bf16_fast_64x16x256_1x1_pingpong_swap_base = cutlass::gemm::kernel::GemmUniversal<
+// Gemm operator scaled_mm_e4m3_e4m3_bf16_fast_64x32x256_1x1_pingpong_swap
+using scaled_mm_e4m3_e4m3_bf16_fast_64x32x256_1x1_pingpong_swap_base = cutlass::gemm::kernel::GemmUniversal<
     cute::Shape<int,int,int,int>,
-    scaled_mm_e4m3_e4m3_bf16_fast_64x16x256_1x1_pingpong_swap_mainloop,
-    scaled_mm_e4m3_e4m3_bf16_fast_64x16x256_1x1_pingpong_swap_epilogue,
+    scaled_mm_e4m3_e4m3_bf16_fast_64x32x256_1x1_pingpong_swap_mainloop,
+    scaled_mm_e4m3_e4m3_bf16_fast_64x32x256_1x1_pingpong_swap_epilogue,
     cutlass::gemm::PersistentScheduler>;
 
 // Define named type
-struct scaled_mm_e4m3_e4m3_bf16_fast_64x16x256_1x1_pingpong_swap :
-  public scaled_mm_e4m3_e4m3_bf16_fast_64x16x256_1x1_pingpong_swap_base { };
+struct scaled_mm_e4m3_e4m3_bf16_fast_64x32x256_1x1_pingpong_swap :
+  public scaled_mm_e4m3_e4m3_bf16_fast_64x32x256_1x1_pingpong_swap_base { };
 
 struct Variant {
-  using Kernel = scaled_mm_e4m3_e4m3_bf16_fast_64x16x256_1x1_pingpong_swap;
+  using Kernel = scaled_mm_e4m3_e4m3_bf16_fast_64x32x256_1x1_pingpong_swap;
   static constexpr bool kSwap = true;
   static Epilogue::Arguments epilogue(const cutegemm_call& call) {
     return {{{call.scale_a, 1.0f}, {{call.scale_b, 1.0f}, {}, {}}, {}}, {call.bias, 0.0f}, {}};
   }
 };
 
-CUTEGEMM_KERNEL_FILE("scaled_mm_e4m3_e4m3_bf16_fast_64x16x256_1x1_pingpong_swap", cutegemm::Universal<Variant>)
+CUTEGEMM_KERNEL_FILE("scaled_mm_e4m3_e4m3_bf16_fast_64x32x256_1x1_pingpong_swap", cutegemm::Universal<Variant>)
