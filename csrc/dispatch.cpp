@@ -210,9 +210,10 @@ bool prepare(const Problem& p, cutegemm_call& call, Key& key, ScalarType& d) {
   int64_t const bytes = p.scaled ? 1 : 2, d_bytes = d == ScalarType::Float ? 4 : 2;
   bool const aligned =
       aligned16(call.a, call.a_stride[a_layout == 1], bytes) && aligned16(call.b, call.b_stride[b_layout == 0], bytes);
-  // A new output starts at the allocator's alignment.
-  bool const aligned_out =
-      call.d_stride[1] == 1 && aligned16(p.out ? p.out->data_ptr() : nullptr, call.d_stride[0], d_bytes);
+  // A new output starts at the allocator's alignment. TMA stores whole pieces of 16 bytes, so rows must end with one
+  // too.
+  bool const aligned_out = call.d_stride[1] == 1 && n * d_bytes % 16 == 0 &&
+                           aligned16(p.out ? p.out->data_ptr() : nullptr, call.d_stride[0], d_bytes);
   key = {call.n,
          call.k,
          p.scaled,

@@ -111,6 +111,8 @@ struct Universal {
   static int32_t launch(const cutegemm_call& call) {
     if (call.d_dtype != dtype_of<typename Problem::ElementD>()) return kWrongTypes;
     if (call.options.split > 1) return kWrongOptions;
+    // TMA stores whole pieces of 16 bytes: with another n it would write past the end of each row.
+    if (call.n * sizeof(typename Problem::ElementD) % 16 != 0) return kMisaligned;
     typename Kernel::Arguments args{};
     int32_t const refused = Problem::describe(call, 1, call.d, call.d_stride[0], call.d_stride[1], 0, args);
     if (refused) return refused;

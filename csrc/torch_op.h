@@ -115,7 +115,7 @@ void with_float_type(const Tensor& x, F f) {
 struct __attribute__((visibility("hidden"))) DeviceOf {  // as torch's guard is
   explicit DeviceOf(const Tensor& x) : index(x.get_device_index()), guard_(index) {
     void* current = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &current));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &current));
     stream = static_cast<cudaStream_t>(current);
   }
 
@@ -141,11 +141,11 @@ inline Tensor empty(Sizes sizes, ScalarType dtype, const Tensor& x) {
     stride *= sizes[i] > 1 ? sizes[i] : 1;
   }
   int32_t device_type = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &device_type));
   const auto code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   AtenTensorHandle made = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), code, device_type,
-                                                         x.get_device_index(), &made));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), code, device_type,
+                                                  x.get_device_index(), &made));
   return Tensor(made);
 }
 

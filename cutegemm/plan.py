@@ -82,7 +82,7 @@ class Problem:
     layout: str = "tn"  # of a and b, see variants.Gemm; "" where neither dimension of an operand is contiguous
     fast_accum: bool = False
     aligned: bool = True  # the operands' addresses and leading strides are multiples of 16 bytes
-    aligned_out: bool = True
+    aligned_out: bool = True  # so is the output's address and leading stride, and the length of its rows
 
     def kernels(self, m: int) -> Iterator[Kernel]:
         return (kernel for kernel in KERNELS.values() if self.takes(kernel, m))

@@ -112,7 +112,8 @@ class Kernel:
         """Whether this kernel may be launched for the problem.
 
         `aligned`: the operands' addresses and leading strides are multiples of 16 bytes, which is what TMA asks for.
-        `aligned_out`: d is row-major and is so too, which kernels that store through TMA ask for.
+        `aligned_out`: d is row-major and so are its address, leading stride and the length of its rows, which kernels
+        that store through TMA ask for: TMA writes whole pieces of 16 bytes.
         """
         gemm, tile = self.gemm, self.tile
         if op != gemm.op:

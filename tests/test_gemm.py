@@ -95,6 +95,13 @@ class Product:
             )
 
 
+def views_of_vector(values: Tensor) -> dict[str, Tensor]:
+    """The vector as it is, and at a stride with NaN in between."""
+    wide = torch.full((len(values), 3), math.nan, dtype=values.dtype, device=values.device)
+    wide[:, 1] = values
+    return {"contiguous": values, "strided": wide[:, 1]}
+
+
 def make_product(
     m: int,
     n: int,
@@ -111,7 +118,8 @@ def make_product(
 ) -> Product:
     """exact: integers and powers of two, so that every order of summation gives the same bits while k < 1000.
 
-    pitch: lines of an operand begin at multiples of this many elements, with NaN in between.
+    pitch: lines of an operand begin at multiples of this many elements, with NaN in between, and with an odd seed
+    vectors have a stride.
     """
 
     def operand(rows: int, k: int, dtype: torch.dtype, k_inner: bool, seed: int) -> Tensor:
@@ -126,11 +134,13 @@ def make_product(
     generator = torch.Generator(device).manual_seed(seed)
 
     def vector(count: int, dtype: torch.dtype, positive: bool) -> Tensor:
-        if not exact:
+        if exact:
+            x = torch.randint(-2, 3, (count,), generator=generator, device=device).float()
+            x = x.exp2() if positive else x
+        else:
             x = torch.rand(count, generator=generator, device=device)
-            return ((x + 0.5) / 8 if positive else x - 0.5).to(dtype)
-        x = torch.randint(-2, 3, (count,), generator=generator, device=device)
-        return (x.float().exp2() if positive else x).to(dtype)
+            x = (x + 0.5) / 8 if positive else x - 0.5
+        return views_of_vector(x.to(dtype))["strided" if pitch and seed % 2 else "contiguous"]
 
     a = operand(m, k, types[0], layout[0] == "t", 3 * seed + 1)
     b = operand(n, k, types[1], layout[1] == "n", 3 * seed + 2).t()
@@ -208,13 +218,6 @@ def test_default_dtypes(device: str) -> None:
 
 
 # Scales and bias
-
-
-def views_of_vector(values: Tensor) -> dict[str, Tensor]:
-    """The vector as it is, and at a stride."""
-    wide = torch.full((len(values), 3), math.nan, dtype=values.dtype, device=values.device)
-    wide[:, 1] = values
-    return {"contiguous": values, "strided": wide[:, 1]}
 
 
 @pytest.mark.parametrize("m", [1, 2, 40])
@@ -770,7 +773,7 @@ def test_kernel_is_exact(name: str) -> None:
     kernel = KERNELS[name]
     for i, (m, n, k, options) in enumerate(sizes_of(kernel)):
         dtype = outputs_of(kernel)[i % len(outputs_of(kernel))]
-        scales, bias = ("vectors", "one")[i % 2], (FP32, BF16, None, FP16)[i % 4]
+        scales, bias = ("vectors", "vectors", "one")[i % 3], (FP32, BF16, None, FP16)[i % 4]
         product = make_for(kernel, m, n, k, scales=scales, bias=bias, seed=i)
         places = places_of(kernel, m, n, dtype) if m * n < 2**16 else {"padded": outs(m, n, dtype, "cuda")["padded"]}
         want = product.exact(dtype)
