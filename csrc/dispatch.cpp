@@ -25,7 +25,8 @@ extern "C" {
 struct cutegemm_tensor {
   int32_t present, dtype, cuda_index;  // torch's ScalarType; -1: not on a CUDA device
   int32_t dim;
-  int64_t size[3], stride[3];
+  int64_t size[8], stride[8];
+  uint64_t data;  // address
 };
 
 struct cutegemm_request {
@@ -116,7 +117,8 @@ cutegemm_tensor described(const Tensor* x) {
   aoti_torch_get_dtype(x->get(), &d.dtype);
   d.cuda_index = x->is_cuda() ? x->get_device_index() : -1;
   d.dim = int32_t(x->dim());
-  for (int i = 0; i < d.dim && i < 3; ++i) d.size[i] = x->size(i), d.stride[i] = x->stride(i);
+  d.data = reinterpret_cast<uintptr_t>(x->data_ptr());
+  for (int i = 0; i < d.dim && i < 8; ++i) d.size[i] = x->size(i), d.stride[i] = x->stride(i);
   return d;
 }
 
@@ -127,6 +129,23 @@ int64_t leading(int64_t stride, int64_t rows, int64_t length) { return rows > 1 
 
 bool aligned16(const void* data, int64_t stride, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride * bytes % 16 == 0;
+}
+
+// Whether writing out would change x: only where that is plain to see, since views may interleave without touching.
+bool is_in_memory_of(const Tensor& out, const Tensor& x) {
+  struct Span {
+    uintptr_t begin, end;
+    bool dense;
+  };
+  auto const span = [](const Tensor& t) {
+    int64_t last = 0;
+    for (int64_t i = 0; i < t.dim(); ++i) last += (t.size(i) - 1) * t.stride(i);
+    uintptr_t const begin = reinterpret_cast<uintptr_t>(t.data_ptr());
+    return Span{begin, begin + uintptr_t(last + 1) * t.element_size(), last + 1 == t.numel()};
+  };
+  if (out.numel() == 0 || x.numel() == 0) return false;
+  Span const a = span(out), b = span(x);
+  return a.begin < b.end && b.begin < a.end && (a.begin == b.begin || (a.dense && b.dense));
 }
 
 // Takes an operand of `rows` by k apart: 0 if k is contiguous, 1 if the rows are, kOtherLayout if neither is.
@@ -154,7 +173,7 @@ bool read_scale(const Tensor& x, int64_t count, bool row_too, cutegemm_vector& v
   if (size != count) return false;
   int const along = dim == 2 && x.size(1) == count ? 1 : 0;  // (count, 1), or (1, count) where it may be
   if (along == 1 && !row_too) return false;
-  v.stride = int32_t(x.stride(along));
+  v.stride = x.stride(along);
   return x.size(along) == count;
 }
 
@@ -183,7 +202,7 @@ bool prepare(const Problem& p, cutegemm_call& call, Key& key, ScalarType& d) {
   }
   if (p.bias) {
     if (p.bias->dim() != 1 || p.bias->size(0) != n || !is_output_type(p.bias->scalar_type())) return false;
-    call.bias = {p.bias->data_ptr(), kernel_dtype(p.bias->scalar_type()), int32_t(p.bias->stride(0))};
+    call.bias = {p.bias->data_ptr(), kernel_dtype(p.bias->scalar_type()), p.bias->stride(0)};
   }
   d = p.out_dtype ? *p.out_dtype : p.out ? p.out->scalar_type() : p.scaled ? ScalarType::BFloat16 : a_type;
   if (!is_output_type(d)) return false;
@@ -200,6 +219,9 @@ bool prepare(const Problem& p, cutegemm_call& call, Key& key, ScalarType& d) {
     bool const rows_apart = n <= 1 || (call.d_stride[1] > 0 && (m <= 1 || call.d_stride[0] >= n * call.d_stride[1]));
     bool const columns_apart = m <= 1 || (call.d_stride[0] > 0 && (n <= 1 || call.d_stride[1] >= m * call.d_stride[0]));
     if (!rows_apart && !columns_apart) return false;
+    for (const Tensor* x : {&p.a, &p.b, p.scale_a, p.scale_b, p.bias}) {
+      if (x && is_in_memory_of(*p.out, *x)) return false;
+    }
     if (n == 1) call.d_stride[1] = 1;
   } else {
     call.d_stride[0] = n, call.d_stride[1] = 1;
@@ -208,8 +230,10 @@ bool prepare(const Problem& p, cutegemm_call& call, Key& key, ScalarType& d) {
   call.a = p.a.data_ptr(), call.b = p.b.data_ptr();
 
   int64_t const bytes = p.scaled ? 1 : 2, d_bytes = d == ScalarType::Float ? 4 : 2;
-  bool const aligned =
-      aligned16(call.a, call.a_stride[a_layout == 1], bytes) && aligned16(call.b, call.b_stride[b_layout == 0], bytes);
+  // TMA takes no rows that overlap.
+  int64_t const a_lead = call.a_stride[a_layout == 1], b_lead = call.b_stride[b_layout == 0];
+  bool const aligned = aligned16(call.a, a_lead, bytes) && aligned16(call.b, b_lead, bytes) &&
+                       a_lead >= (a_layout == 1 ? m : k) && b_lead >= (b_layout == 1 ? n : k);
   // A new output starts at the allocator's alignment. TMA stores whole pieces of 16 bytes, so rows must end with one
   // too.
   bool const aligned_out = call.d_stride[1] == 1 && n * d_bytes % 16 == 0 &&

@@ -23,7 +23,7 @@ enum cutegemm_dtype {
 typedef struct cutegemm_vector {
   const void* data;  // null: the operand is absent (a scale of one, a bias of zero)
   int32_t dtype;     // FP32, BF16 or FP16
-  int32_t stride;    // elements from one row (or column) to the next; 0: one element serves them all
+  int64_t stride;    // elements from one row (or column) to the next; 0: one element serves them all
 } cutegemm_vector;
 
 // Launch options of one kernel file; a plan chooses them with the kernel. Zero always means the kernel's default.

@@ -15,7 +15,7 @@ __device__ __forceinline__ float load_as_float(const void* data, int dtype, int6
 }
 
 __device__ __forceinline__ float load(const cutegemm_vector& v, int i, float absent) {
-  return v.data ? load_as_float(v.data, v.dtype, int64_t(i) * v.stride) : absent;
+  return v.data ? load_as_float(v.data, v.dtype, i * v.stride) : absent;
 }
 
 __device__ __forceinline__ void store(float* to, float x) { *to = x; }

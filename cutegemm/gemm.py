@@ -6,6 +6,7 @@ ones there are: the CUDA dispatcher asks them for the sentence whenever a call i
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -66,11 +67,31 @@ def _check_product(op: str, a: Any, b: Any, bias: Any, out: Any, out_dtype: torc
 def _check_kernel(op: str, kernel: str | None) -> None:
     if kernel is None:
         return
-    name = Choice.parse(kernel).kernel
+    try:
+        name = Choice.parse(kernel).kernel
+    except ValueError as error:
+        raise ValueError(f"{op}: {error}") from None
     if name not in KERNELS or KERNELS[name].gemm.op != op:
         raise ValueError(
             f"{op}: kernel is {name!r}, which is not a kernel of {op}; `python tools/emit.py --list` prints them"
         )
+
+
+def check_memory(op: str, out: Any, **operands: Any) -> None:
+    """Refuses an out in whose memory an operand lies, where that is plain: views may interleave without touching."""
+
+    def span(x: Any) -> tuple[int, int, bool]:
+        last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+        return x.data_ptr(), x.data_ptr() + (last + 1) * x.dtype.itemsize, last + 1 == prod(x.shape)
+
+    for name, x in operands.items():
+        if out is None or x is None or not prod(out.shape) or not prod(x.shape):
+            continue
+        (begin, end, dense), (x_begin, x_end, x_dense) = span(out), span(x)
+        if begin < x_end and x_begin < end and (begin == x_begin or (dense and x_dense)):
+            raise ValueError(
+                f"{op}: out lies in the memory of {name}; it must not, since {name} is read while it is written"
+            )
 
 
 def check_mm(
@@ -210,6 +231,7 @@ def _mm_out(
 ) -> None:
     """`mm` into out, as a torch op."""
     dtype = check_mm(a, b, bias, out, out_dtype, kernel_name)
+    check_memory("mm", out, a=a, b=b, bias=bias)
     out.copy_(_mm(a, b, bias, dtype))
 
 
@@ -226,7 +248,8 @@ def mm(
 
     a: (m, k), b: (k, n), both BF16 or both FP16, each row- or column-major or with any other strides. The fast kernels
     take addresses and leading strides that are multiples of 16 bytes; others are computed by a slower one, as is.
-    bias: (n,), BF16, FP16 or FP32. out: (m, n), written in place and returned; its elements must not share memory.
+    bias: (n,), BF16, FP16 or FP32. out: (m, n), written in place and returned; its elements must share memory neither
+    among themselves nor with an operand.
     out_dtype: BF16, FP16 or FP32; by default that of `out`, or of a. m, n and k may be 0; with k = 0, d is the bias.
     kernel: a kernel's name (see `cutegemm.variants`), perhaps with options ("name:split=2,swizzle=4"), in place of the
     planned one. The bits of d do not change from call to call.
@@ -334,6 +357,7 @@ def _scaled_mm_out(
 ) -> None:
     """`scaled_mm` into out, as a torch op."""
     dtype = check_scaled_mm(a, b, scale_a, scale_b, bias, out, out_dtype, kernel_name)
+    check_memory("scaled_mm", out, a=a, b=b, scale_a=scale_a, scale_b=scale_b, bias=bias)
     out.copy_(_scaled_mm(a, b, scale_a, scale_b, bias, dtype, use_fast_accum))
 
 

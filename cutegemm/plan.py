@@ -250,6 +250,12 @@ def explain(
     """
     if op not in ("mm", "scaled_mm"):
         raise ValueError(f"explain: op is {op!r}; it must be 'mm' or 'scaled_mm'")
+    for name, size in (("n", n), ("k", k), ("m", 1 if m is None else m)):
+        if size < 1:
+            raise ValueError(f"explain: {name} is {size}; it must be 1 or more")
+    for name, given in (("dtype", dtype), ("out_dtype", out_dtype)):
+        if given is not None and given not in DTYPES:
+            raise ValueError(f"explain: {name} is {given}; it must be {', '.join(map(str, DTYPES))}")
     operand = DTYPES[dtype or (torch.bfloat16 if op == "mm" else torch.float8_e4m3fn)]
     problem = Problem(
         op, operand, operand, DTYPES[out_dtype], n, k, fast_accum=use_fast_accum and op == "scaled_mm",
@@ -276,8 +282,9 @@ def explain(
 class _Tensor(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("present", "dtype", "cuda_index", "dim")),
-        ("size", ctypes.c_int64 * 3),
-        ("stride", ctypes.c_int64 * 3),
+        ("size", ctypes.c_int64 * 8),
+        ("stride", ctypes.c_int64 * 8),
+        ("data", ctypes.c_uint64),
     ]
 
 
@@ -312,9 +319,13 @@ class _Described:
 
     def __init__(self, tensor: _Tensor) -> None:
         self.dtype = _SCALAR_TYPES.get(tensor.dtype, f"a torch dtype (ScalarType {tensor.dtype})")
-        self.shape = tuple(tensor.size[: min(tensor.dim, 3)]) + (1,) * max(0, tensor.dim - 3)
+        self.shape = tuple(tensor.size[: tensor.dim])
         self.device = f"cuda:{tensor.cuda_index}" if tensor.cuda_index >= 0 else "cpu"
-        self._stride = tuple(tensor.stride[: len(self.shape)])
+        self._stride = tuple(tensor.stride[: tensor.dim])
+        self._data = tensor.data
+
+    def data_ptr(self) -> int:
+        return self._data
 
     def dim(self) -> int:
         return len(self.shape)
@@ -349,6 +360,7 @@ def _problem(request: _Request, a: Any, b: Any, dtype: torch.dtype) -> tuple[Pro
 
 
 _lock = threading.Lock()
+_opened: set[str] = set()
 _dispatcher: ctypes.CDLL | None = None
 
 
@@ -365,6 +377,7 @@ def _answer(request: _Request) -> None:
         dtype = gemm.check_scaled_mm(a, b, scale_a, scale_b, bias, out, asked, kernel)  # type: ignore[arg-type]
     else:
         dtype = gemm.check_mm(a, b, bias, out, asked, kernel)  # type: ignore[arg-type]
+    gemm.check_memory(op, out, a=a, b=b, scale_a=scale_a, scale_b=scale_b, bias=bias)
     assert a is not None and b is not None and _dispatcher is not None
     if torch.cuda.get_device_capability(request.device) != (9, 0):
         raise RuntimeError(
@@ -399,10 +412,13 @@ def _open(name: str) -> None:
     from . import library
 
     assert _dispatcher is not None
+    if name in _opened:
+        return
     text = ctypes.create_string_buffer(4096)
     path = library.kernel(name)
     if _dispatcher.cutegemm_open(name.encode(), str(path).encode(), text, len(text)):
         raise RuntimeError(text.value.decode())
+    _opened.add(name)
 
 
 @ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.POINTER(_Request), ctypes.c_void_p, ctypes.c_int32)
@@ -413,8 +429,8 @@ def _resolve(request: Any, text: int, size: int) -> int:
             _answer(request.contents)
         return 0
     except BaseException as error:
-        message = str(error) or type(error).__name__
-        ctypes.memmove(text, message.encode()[: size - 1] + b"\0", min(len(message.encode()), size - 1) + 1)
+        message = (str(error) or type(error).__name__).encode()[: size - 1].decode(errors="ignore").encode()
+        ctypes.memmove(text, message + b"\0", len(message) + 1)
         return 1
 
 

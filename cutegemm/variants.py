@@ -264,7 +264,7 @@ class Choice(NamedTuple):
         values = {}
         for item in filter(None, rest.split(",")):
             key, _, value = item.partition("=")
-            if key not in known or not value.isdigit():
+            if key not in known or not (value.isascii() and value.isdigit() and int(value) < 2**31):
                 raise ValueError(
                     f"kernel: {item!r} is not an option; it must be {', '.join(sorted(known))} with a number"
                 )

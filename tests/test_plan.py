@@ -235,6 +235,7 @@ def test_explain_refuses_what_is_no_op() -> None:
 C_TYPES = {
     "int32_t": ctypes.c_int32,
     "int64_t": ctypes.c_int64,
+    "uint64_t": ctypes.c_uint64,
     "const char*": ctypes.c_char_p,
     "cutegemm_tensor": plan._Tensor,
     "cutegemm_options": plan._Options,
@@ -311,6 +312,7 @@ class Dispatcher:
 def dispatcher(monkeypatch: pytest.MonkeyPatch) -> Dispatcher:
     made = Dispatcher()
     monkeypatch.setattr(plan, "_dispatcher", made)
+    monkeypatch.setattr(plan, "_opened", set())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: plan.H200)
     monkeypatch.setattr(library, "kernel", lambda name: Path(f"/{name}.so"))
@@ -320,9 +322,14 @@ def dispatcher(monkeypatch: pytest.MonkeyPatch) -> Dispatcher:
 NUMBERS = {dtype: number for number, dtype in plan._SCALAR_TYPES.items()}
 
 
+ADDRESSES = itertools.count(2**40, 2**36)
+
+
 def described(x: torch.Tensor, cuda_index: int = 0) -> plan._Tensor:
-    three = ctypes.c_int64 * 3
-    return plan._Tensor(1, NUMBERS[x.dtype], cuda_index, x.dim(), three(*x.shape), three(*x.stride()))
+    eight = ctypes.c_int64 * 8
+    # An address of its own for each: meta tensors have none.
+    address = x.data_ptr() or next(ADDRESSES)
+    return plan._Tensor(1, NUMBERS[x.dtype], cuda_index, x.dim(), eight(*x.shape), eight(*x.stride()), address)
 
 
 def ask(*, size: int = 4096, **request: Any) -> str:
