@@ -89,7 +89,7 @@ struct UniversalProblem {
 
   static int32_t prepare() { return load_kernel(cutlass::device_kernel<Kernel>, Kernel::SharedStorageSize); }
 
-  // can_implement() is not asked: it refuses every k and n that is not a multiple of the vector, and TMA takes those.
+  // can_implement() is not asked: it refuses every k that is not a multiple of the vector, and TMA reads those.
   // describe() has asked for what TMA needs.
   static int32_t enqueue(const cutegemm_call& call, const typename Kernel::Arguments& args) {
     auto params = Kernel::to_underlying_arguments(args, nullptr);
