@@ -41,7 +41,7 @@ inline const char* error_text(int32_t code) {
     case kNoWorkspace:
       return "this call needs a workspace, and its address is null or not a multiple of 256 bytes";
     case kNotImplementable:
-      return "CUTLASS cannot run this problem with this kernel";
+      return "CUTLASS, or the driver's tensor maps, cannot describe this problem";
     default:
       return code >= 0 ? cudaGetErrorString(static_cast<cudaError_t>(code)) : "unknown code of a kernel file";
   }

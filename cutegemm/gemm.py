@@ -98,9 +98,10 @@ def check_mm(
     a: Any,
     b: Any,
     bias: Any = None,
-    out: Any = None,
     out_dtype: torch.dtype | None = None,
-    kernel: str | None = None,
+    kernel_name: str | None = None,
+    *,
+    out: Any = None,
 ) -> torch.dtype:
     """Raises what is wrong with a call of mm; returns the dtype of its result."""
     for name, x in (("a", a), ("b", b)):
@@ -110,7 +111,7 @@ def check_mm(
         raise TypeError(f"mm: a is {a.dtype} and b is {b.dtype}; they must have one dtype")
     dtype = out_dtype or (out.dtype if out is not None else a.dtype)
     _check_product("mm", a, b, bias, out, dtype)
-    _check_kernel("mm", kernel)
+    _check_kernel("mm", kernel_name)
     return dtype
 
 
@@ -134,9 +135,11 @@ def check_scaled_mm(
     scale_a: Any,
     scale_b: Any,
     bias: Any = None,
-    out: Any = None,
     out_dtype: torch.dtype | None = None,
-    kernel: str | None = None,
+    use_fast_accum: bool = True,
+    kernel_name: str | None = None,
+    *,
+    out: Any = None,
 ) -> torch.dtype:
     """Raises what is wrong with a call of scaled_mm; returns the dtype of its result."""
     for name, x in (("a", a), ("b", b)):
@@ -154,7 +157,7 @@ def check_scaled_mm(
         )
     _check_scale("scale_a", scale_a, m, "row of a", ((m,), (m, 1)), a.device)
     _check_scale("scale_b", scale_b, n, "column of b", ((n,), (1, n), (n, 1)), a.device)
-    _check_kernel("scaled_mm", kernel)
+    _check_kernel("scaled_mm", kernel_name)
     return dtype
 
 
@@ -162,14 +165,8 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return a.float() @ b.float()
 
 
-def _mm_fake(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    kernel_name: str | None = None,
-) -> Tensor:
-    dtype = check_mm(a, b, bias, None, out_dtype, kernel_name)
+def _mm_fake(a: Tensor, b: Tensor, *rest: Any, **named: Any) -> Tensor:
+    dtype = check_mm(a, b, *rest, **named)
     return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
 
 
@@ -198,19 +195,12 @@ def _mm(
     kernel_name: str | None = None,
 ) -> Tensor:
     """`mm` as a torch op."""
-    dtype = check_mm(a, b, bias, None, out_dtype, kernel_name)
+    dtype = check_mm(a, b, bias, out_dtype, kernel_name)
     return linear(_product(a, b), 0.0 if bias is None else bias.float()).to(dtype)
 
 
-def _mm_out_fake(
-    out: Tensor,
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    kernel_name: str | None = None,
-) -> None:
-    check_mm(a, b, bias, out, out_dtype, kernel_name)
+def _mm_out_fake(out: Tensor, *rest: Any, **named: Any) -> None:
+    check_mm(*rest, **named, out=out)
 
 
 @op(
@@ -230,7 +220,7 @@ def _mm_out(
     kernel_name: str | None = None,
 ) -> None:
     """`mm` into out, as a torch op."""
-    dtype = check_mm(a, b, bias, out, out_dtype, kernel_name)
+    dtype = check_mm(a, b, bias, out_dtype, kernel_name, out=out)
     check_memory("mm", out, a=a, b=b, bias=bias)
     out.copy_(_mm(a, b, bias, dtype))
 
@@ -262,17 +252,8 @@ def mm(
     return out
 
 
-def _scaled_mm_fake(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    use_fast_accum: bool = True,
-    kernel_name: str | None = None,
-) -> Tensor:
-    dtype = check_scaled_mm(a, b, scale_a, scale_b, bias, None, out_dtype, kernel_name)
+def _scaled_mm_fake(a: Tensor, b: Tensor, *rest: Any, **named: Any) -> Tensor:
+    dtype = check_scaled_mm(a, b, *rest, **named)
     return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
 
 
@@ -313,24 +294,14 @@ def _scaled_mm(
     kernel_name: str | None = None,
 ) -> Tensor:
     """`scaled_mm` as a torch op."""
-    dtype = check_scaled_mm(a, b, scale_a, scale_b, bias, None, out_dtype, kernel_name)
+    dtype = check_scaled_mm(a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum, kernel_name)
     rows = scale_a.reshape(-1, 1)  # of m elements, or of one
     columns = scale_b.reshape(1, -1)
     return scaled(_product(a, b), rows, columns, 0.0 if bias is None else bias.float()).to(dtype)
 
 
-def _scaled_mm_out_fake(
-    out: Tensor,
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    use_fast_accum: bool = True,
-    kernel_name: str | None = None,
-) -> None:
-    check_scaled_mm(a, b, scale_a, scale_b, bias, out, out_dtype, kernel_name)
+def _scaled_mm_out_fake(out: Tensor, *rest: Any, **named: Any) -> None:
+    check_scaled_mm(*rest, **named, out=out)
 
 
 @op(
@@ -356,7 +327,7 @@ def _scaled_mm_out(
     kernel_name: str | None = None,
 ) -> None:
     """`scaled_mm` into out, as a torch op."""
-    dtype = check_scaled_mm(a, b, scale_a, scale_b, bias, out, out_dtype, kernel_name)
+    dtype = check_scaled_mm(a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum, kernel_name, out=out)
     check_memory("scaled_mm", out, a=a, b=b, scale_a=scale_a, scale_b=scale_b, bias=bias)
     out.copy_(_scaled_mm(a, b, scale_a, scale_b, bias, dtype, use_fast_accum))
 

@@ -24,32 +24,10 @@ import torch
 from . import gemm
 from .variants import KERNELS, AnyShape, Choice, Decode, Kernel, Options, Tile, Tiles
 
-# Where a plan may change kernels, and the sizes that tools/tune.py measures by default.
-LADDER = (
-    1,
-    2,
-    4,
-    8,
-    16,
-    32,
-    48,
-    64,
-    96,
-    128,
-    192,
-    256,
-    384,
-    512,
-    768,
-    1024,
-    1536,
-    2048,
-    3072,
-    4096,
-    6144,
-    8192,
-    16384,
-)
+# Where the plan of a shape that was not measured may change kernels.
+# fmt: off
+LADDER = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 16384)
+# fmt: on
 NO_LIMIT = 2**31 - 1
 H200 = "NVIDIA H200"
 MULTIPROCESSORS = 132
@@ -81,26 +59,27 @@ class Problem:
     k: int
     layout: str = "tn"  # of a and b, see variants.Gemm; "" where neither dimension of an operand is contiguous
     fast_accum: bool = False
-    aligned: bool = True  # the operands' addresses and leading strides are multiples of 16 bytes
-    aligned_out: bool = True  # so is the output's address and leading stride, and the length of its rows
+    aligned: bool = True  # the operands' addresses and leading strides are multiples of 16 bytes, as TMA asks
+    aligned_out: bool = True  # so are the output's, and the length of its rows: TMA stores whole pieces of 16 bytes
 
     def kernels(self, m: int) -> Iterator[Kernel]:
         return (kernel for kernel in KERNELS.values() if self.takes(kernel, m))
 
     def takes(self, kernel: Kernel, m: int) -> bool:
-        return kernel.takes(
-            self.op,
-            self.a,
-            self.b,
-            self.d,
-            self.layout,
-            self.fast_accum,
-            self.aligned,
-            self.aligned_out,
-            m,
-            self.n,
-            self.k,
-        )
+        """Whether the kernel may be launched for the problem with m rows."""
+        gemm, tile = kernel.gemm, kernel.tile
+        if self.op != gemm.op:
+            return False
+        if isinstance(tile, AnyShape):
+            return (self.a, self.b) == (gemm.a, gemm.b) or (gemm.a == "fp8" and {self.a, self.b} <= {"e4m3", "e5m2"})
+        if (self.a, self.b, self.layout) != (gemm.a, gemm.b, gemm.layout) or not self.aligned or self.k == 0:
+            return False
+        if isinstance(tile, Decode):
+            return m <= tile.tokens
+        # A kernel that promotes its partial sums is right, only slower, where fast accumulation is allowed.
+        if gemm.fast_accum and not self.fast_accum:
+            return False
+        return self.n % 4 == 0 if tile.split else self.d == gemm.d and self.aligned_out
 
 
 def candidates(problem: Problem, m: int) -> list[Choice]:
@@ -370,13 +349,15 @@ def _answer(request: _Request) -> None:
         for name in ("a", "b", "scale_a", "scale_b", "bias", "out")
     }
     a, b, scale_a, scale_b, bias, out = described.values()
-    asked = None if request.out_dtype < 0 else _SCALAR_TYPES.get(request.out_dtype, f"ScalarType {request.out_dtype}")
+    asked: Any = (
+        None if request.out_dtype < 0 else _SCALAR_TYPES.get(request.out_dtype, f"ScalarType {request.out_dtype}")
+    )
     kernel = None if request.kernel is None else request.kernel.decode()
     op = "scaled_mm" if request.scaled else "mm"
     if request.scaled:
-        dtype = gemm.check_scaled_mm(a, b, scale_a, scale_b, bias, out, asked, kernel)  # type: ignore[arg-type]
+        dtype = gemm.check_scaled_mm(a, b, scale_a, scale_b, bias, asked, kernel_name=kernel, out=out)
     else:
-        dtype = gemm.check_mm(a, b, bias, out, asked, kernel)  # type: ignore[arg-type]
+        dtype = gemm.check_mm(a, b, bias, asked, kernel, out=out)
     gemm.check_memory(op, out, a=a, b=b, scale_a=scale_a, scale_b=scale_b, bias=bias)
     assert a is not None and b is not None and _dispatcher is not None
     if torch.cuda.get_device_capability(request.device) != (9, 0):

@@ -95,42 +95,7 @@ class Kernel:
         parts = [gemm.op, gemm.a, gemm.b, gemm.d, gemm.layout.replace("tn", ""), "fast" * gemm.fast_accum]
         return "_".join([part for part in parts if part] + [str(self.tile)])
 
-    def takes(
-        self,
-        op: str,
-        a: str,
-        b: str,
-        d: str,
-        layout: str,
-        fast_accum: bool,
-        aligned: bool,
-        aligned_out: bool,
-        m: int,
-        n: int,
-        k: int,
-    ) -> bool:
-        """Whether this kernel may be launched for the problem.
 
-        `aligned`: the operands' addresses and leading strides are multiples of 16 bytes, which is what TMA asks for.
-        `aligned_out`: d is row-major and so are its address, leading stride and the length of its rows, which kernels
-        that store through TMA ask for: TMA writes whole pieces of 16 bytes.
-        """
-        gemm, tile = self.gemm, self.tile
-        if op != gemm.op:
-            return False
-        if isinstance(tile, AnyShape):
-            return (a, b) == (gemm.a, gemm.b) or (gemm.a == gemm.b == "fp8" and a in FP8 and b in FP8)
-        if (a, b, layout) != (gemm.a, gemm.b, gemm.layout) or not aligned or k == 0:
-            return False
-        if isinstance(tile, Decode):
-            return m <= tile.tokens
-        # A kernel that promotes its partial sums is right, only slower, where fast accumulation is allowed.
-        if gemm.fast_accum and not fast_accum:
-            return False
-        return n % 4 == 0 if tile.split else d == gemm.d and aligned_out
-
-
-FP8 = ("e4m3", "e5m2")
 ANY = (AnyShape(),)
 DECODE = (Decode(8), Decode(16), Decode(32))
 

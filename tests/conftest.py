@@ -4,6 +4,8 @@ import hypothesis
 import pytest
 import torch
 
+from cutegemm.testing import poison
+
 hypothesis.settings.register_profile("cutegemm", deadline=None)  # a first call may load or build something
 hypothesis.settings.load_profile("cutegemm")
 
@@ -24,13 +26,6 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory(request: pytest.FixtureRequest) -> None:
-    """What a GPU test allocates starts as NaN (and -1), so that a read of memory that nothing wrote shows.
-
-    The allocator serves requests up to 1 MB from a pool of small blocks, larger ones by splitting big blocks.
-    """
+    """What a GPU test allocates starts as NaN (and -1), so that a read of memory that nothing wrote shows."""
     if request.node.get_closest_marker("gpu"):
-        torch.cuda.empty_cache()
-        small = [torch.full((2**20,), 0xFF, dtype=torch.uint8, device="cuda") for _ in range(64)]
-        large = torch.full((2**30,), 0xFF, dtype=torch.uint8, device="cuda")
-        torch.cuda.synchronize()
-        del small, large
+        poison("cuda")

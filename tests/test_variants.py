@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from cutegemm.plan import BYTES
+from cutegemm.plan import BYTES, Problem
 from cutegemm.variants import FAMILIES, GEMMS, KERNELS, AnyShape, Decode, Gemm, Kernel, Tile
 
 SHARED_MEMORY = 227 * 1024  # of one CTA on Hopper
@@ -141,7 +141,7 @@ def test_every_pair_of_types_has_a_kernel_for_every_shape(op: str) -> None:
         if gemm.op == op:
             assert (
                 sum(
-                    kernel.takes(op, gemm.a, gemm.b, "bf16", "", False, False, False, 1, 1, 0)
+                    Problem(op, gemm.a, gemm.b, "bf16", 1, 0, "", False, False, False).takes(kernel, 1)
                     or (kernel.gemm.a, kernel.gemm.b) == (gemm.a, gemm.b)
                     for kernel in shapeless
                 )
@@ -166,8 +166,9 @@ def takes(name: str, **other: object) -> bool:
         "m": 1,
         "n": 64,
         "k": 64,
-    }
-    return KERNELS[name].takes(**(problem | other))  # type: ignore[arg-type]
+    } | other
+    m = problem.pop("m")
+    return Problem(**problem).takes(KERNELS[name], m)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", [name for name in KERNELS if name != "scaled_mm_fp8_fp8_any"])
