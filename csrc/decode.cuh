@@ -4,16 +4,14 @@
 //  - The weight's rows run along the MMA's m side, the tokens along its n side, which may be 8 wide. wgmma reads both
 //    from shared memory, so between TMA and tensor core no register and no instruction is spent on them. (mma.sync has
 //    no FP8 of its own on Hopper: converting to FP16 cost a fifth of the bandwidth.)
-//  - A tile is as many rows as share n out evenly among the multiprocessors: the MMA's 64, or fewer, and then the rest
-//  of
-//    the MMA is computed for nothing, which costs nothing.
+//  - A tile is as many rows as share n out evenly among the multiprocessors: the MMA's 64, or fewer. The rest
+//    of the MMA is then computed for nothing, which costs nothing.
 //  - One thread issues all TMA loads, up to 200 KB ahead of the MMAs and across tiles. A stage takes 512 bytes of each
 //    row: of pieces of 128 bytes HBM gave a fifth less.
 //  - A cluster of `split` CTAs may share a tile, each with its part of k, and adds through distributed shared memory in
 //    a fixed order. There is no workspace and no second launch.
-//  - The tensor cores' FP8 sums lose bits, so each 128 bytes of k are summed apart and added in FP32: that is free
-//  here,
-//    and the results are as good as with use_fast_accum=False.
+//  - The tensor cores' FP8 sums lose bits, so each 128 bytes of k are summed apart and added in FP32. That is free
+//    here, and the results are as good as with use_fast_accum=False.
 //  - Programmatic dependent launch: before a CTA waits for the kernel ahead of it, it may ask for its first weights. It
 //    asks into L2, where every write ends up, so the weights are right even if that kernel is still writing them.
 #pragma once

@@ -39,6 +39,7 @@ DTYPES = {
     torch.float8_e4m3fn: "e4m3",
     torch.float8_e5m2: "e5m2",
 }
+TUNED_BY = ("op", "a", "b", "d", "fast_accum", "n", "k")  # what the table tells problems apart by, with m
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "e4m3": 1, "e5m2": 1}
 
 
@@ -170,21 +171,25 @@ def cost(problem: Problem, choice: Choice, m: int) -> float:
 
 
 @cache
-def _tuned(device: str) -> dict[tuple[Any, ...], dict[int, list[Choice]]]:
-    """Measured rankings: (op, a, b, d, fast_accum, n, k) -> m -> choices, the fastest first."""
+def _table(device: str) -> dict[tuple[Any, ...], dict[int, list[Choice]]]:
+    """Measured rankings: the fields TUNED_BY -> m -> choices, the fastest first."""
     path = Path(__file__).parent / "tuned" / f"{device.replace(' ', '_')}.json"
     if not path.exists():
         return {}
     table: dict[tuple[Any, ...], dict[int, list[Choice]]] = {}
     names = {f.name for f in fields(Options)}
     for row in json.loads(path.read_text())["rows"]:
-        key = tuple(row[name] for name in ("op", "a", "b", "d", "fast_accum", "n", "k"))
+        key = tuple(row[name] for name in TUNED_BY)
         table.setdefault(key, {})[row["m"]] = [
             Choice(best["kernel"], Options(**{name: best[name] for name in names if name in best}))
             for best in row["best"]
             if best["kernel"] in KERNELS
         ]
     return table
+
+
+def _tuned(problem: Problem, device: str) -> dict[int, list[Choice]]:
+    return _table(device).get(tuple(getattr(problem, name) for name in TUNED_BY), {})
 
 
 def _best(problem: Problem, m: int, measured: list[Choice]) -> Choice:
@@ -196,8 +201,7 @@ def _best(problem: Problem, m: int, measured: list[Choice]) -> Choice:
 
 def plan(problem: Problem, device: str = H200) -> tuple[Row, ...]:
     """The rows in ascending order of m_limit; the last has no limit, so that every m has a kernel."""
-    key = (problem.op, problem.a, problem.b, problem.d, problem.fast_accum, problem.n, problem.k)
-    tuned = _tuned(device).get(key) or _tuned(H200).get(key) or {}
+    tuned = _tuned(problem, device) or _tuned(problem, H200)
     rows: list[Row] = []
     for m in sorted({*LADDER, *tuned}):
         at = min((measured for measured in tuned if measured >= m), default=max(tuned, default=0))
@@ -240,8 +244,7 @@ def explain(
         op, operand, operand, DTYPES[out_dtype], n, k, fast_accum=use_fast_accum and op == "scaled_mm",
         aligned=k * BYTES[operand] % 16 == 0, aligned_out=n * BYTES[DTYPES[out_dtype]] % 16 == 0,
     )  # fmt: skip
-    key = (problem.op, problem.a, problem.b, problem.d, problem.fast_accum, problem.n, problem.k)
-    measured = sorted(_tuned(device).get(key, {}))
+    measured = sorted(_tuned(problem, device))
     lines = [
         f"{op} of {operand} to {problem.d}, n = {n}, k = {k} on {device}: "
         + (f"measured at m = {', '.join(map(str, measured))}" if measured else "by the cost model")

@@ -508,12 +508,12 @@ def test_plans_follow_a_table_that_was_tuned(tuning, monkeypatch, tmp_path, with
     monkeypatch.setattr(bench, "ROOT", tmp_path)
     monkeypatch.setattr(plan, "__file__", str(tmp_path / "cutegemm" / "plan.py"))
     monkeypatch.setattr(tune, "survey", lambda *args: [{"kernel": slowest.kernel, **vars(slowest.options), "us": 1}])
-    plan._tuned.cache_clear()
+    plan._table.cache_clear()
     try:
         assert plan.choose(problem, 5) != slowest
-        plan._tuned.cache_clear()
+        plan._table.cache_clear()
         assert tune.main(["scaled_mm", "--nk", "48x64", "--m", "5"]) == 0
         assert plan.choose(problem, 5) == slowest
         assert "measured at m = 5" in plan.explain("scaled_mm", 48, 64)
     finally:
-        plan._tuned.cache_clear()
+        plan._table.cache_clear()

@@ -129,7 +129,7 @@ def test_few_tokens_take_decode_and_many_take_tiles() -> None:
 def table(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
     """In place of the tables in tuned/."""
     rows: dict[Any, Any] = {}
-    monkeypatch.setattr(plan, "_tuned", lambda device: rows)
+    monkeypatch.setattr(plan, "_table", lambda device: rows)
     return rows
 
 

@@ -30,7 +30,7 @@ Row = dict[str, Any]
 
 M = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 8192)
 KEPT = 6
-KEY = ("op", "a", "b", "d", "fast_accum", "n", "k", "m")
+KEY = (*plan.TUNED_BY, "m")
 
 
 def forced(family: bench.Family, kernel: str) -> bench.Candidate:
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for m in args.m:
                 best = survey(shape, m, plan.candidates(problem, m), faults)
                 if best:
-                    what = {name: getattr(problem, name) for name in KEY if name != "m"}
+                    what = {name: getattr(problem, name) for name in plan.TUNED_BY}
                     found.append({**what, "m": m, "best": best})
                 else:
                     faults[f"WRONG no kernel for {op} m={m} n={n} k={k}"] += 1
