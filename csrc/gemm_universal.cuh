@@ -121,28 +121,34 @@ struct Universal {
   }
 };
 
-// d = Formula(sum over the parts of k, in order). One thread for four neighbours of a row.
+// d = Formula(sum over the parts of k, in order). A thread takes four neighbours of one row after the other, and n is a
+// multiple of four.
+constexpr int kReduceThreads = 128;
 template <class Formula>
-__global__ void __launch_bounds__(256, 4) reduce_split(cutegemm_call call, const float* parts) {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+__global__ void __launch_bounds__(kReduceThreads) reduce_split(cutegemm_call call, const float* parts) {
+  wait_for_previous_kernel();
+  int64_t const n = 4 * (int64_t(blockIdx.x) * kReduceThreads + threadIdx.x);
+  if (n >= call.n) return;
+  typename Formula::Column column[4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) column[j] = Formula::column(call, int(n) + j);
   int64_t const size = int64_t(call.m) * call.n;
-  int64_t const stride = (size + 3) / 4 * 4;
-  for (int64_t i = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * 4; i < size;
-       i += int64_t(gridDim.x) * blockDim.x * 4) {
-    float4 sum = *reinterpret_cast<const float4*>(parts + i);
+  for (int m = blockIdx.y; m < call.m; m += gridDim.y) {
+    const float* part = parts + int64_t(m) * call.n + n;
+    float4 sum = *reinterpret_cast<const float4*>(part);
+#pragma unroll 4
     for (int s = 1; s < call.options.split; ++s) {
-      float4 const part = *reinterpret_cast<const float4*>(parts + s * stride + i);
-      sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+      float4 const next = *reinterpret_cast<const float4*>(part + s * size);
+      sum.x += next.x, sum.y += next.y, sum.z += next.z, sum.w += next.w;
     }
     float const values[4] = {sum.x, sum.y, sum.z, sum.w};
+    auto const row = Formula::row(call, m);
+    with_float_pointer(call.d, call.d_dtype, [&](auto* d) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if (i + j < size) {
-        int const m = int((i + j) / call.n), n = int((i + j) % call.n);
-        store_from_float(call.d, call.d_dtype, m * call.d_stride[0] + n * call.d_stride[1],
-                         Formula::apply(values[j], Formula::row(call, m), Formula::column(call, n)));
+      for (int j = 0; j < 4; ++j) {
+        store(d + m * call.d_stride[0] + (n + j) * call.d_stride[1], Formula::apply(values[j], row, column[j]));
       }
-    }
+    });
   }
 }
 
@@ -172,10 +178,9 @@ struct UniversalSplit {
     if (status) return status;
     cutegemm_call reduced = call;
     reduced.options.split = split;
-    int64_t const blocks = (int64_t(call.m) * call.n + 1023) / 1024;
-    int64_t const limit = int64_t(call.sm_count) * 8;
-    return launch_kernel(call, reduce_split<Formula>, dim3(unsigned(blocks < limit ? blocks : limit)), dim3(256), 0,
-                         reduced, static_cast<const float*>(call.workspace));
+    dim3 const grid((call.n / 4 + kReduceThreads - 1) / kReduceThreads, call.m < 65535 ? call.m : 65535);
+    return launch_kernel(call, reduce_split<Formula>, grid, dim3(kReduceThreads), 0, reduced,
+                         static_cast<const float*>(call.workspace));
   }
 };
 

@@ -103,14 +103,36 @@ def guarded(
     return tensor, check
 
 
+class _Memory:
+    """Bytes of device memory that no tensor owns, for torch.as_tensor."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
 def poison(device: torch.device | str = "cpu", nbytes: int = 256 << 20) -> None:
     """Fill the memory that the allocator will hand out next with 0xFF, a NaN in every dtype that has one."""
-    if torch.device(device).type == "cuda":
-        torch.cuda.empty_cache()
     # torch's CUDA allocator serves requests up to 1 MiB and larger ones from different pools.
     sizes = [1 << 20] * 32 + [nbytes]
-    held = [torch.full((size,), 0xFF, dtype=torch.uint8, device=device) for size in sizes]
+    if torch.device(device).type != "cuda":
+        held = [torch.full((size,), 0xFF, dtype=torch.uint8, device=device) for size in sizes]
+        del held
+        return
+    torch.cuda.empty_cache()
+    held = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
     del held
+    # What is free between tensors that live is handed out first.
+    current = torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream
+    for segment in torch.cuda.memory_snapshot():
+        if (segment["device"], segment["stream"]) == current and segment["segment_pool_id"] == (0, 0):
+            for block in segment["blocks"]:
+                if block["state"] == "inactive":
+                    torch.as_tensor(_Memory(block["address"], block["size"]), device="cuda").fill_(0xFF)
 
 
 # Errors

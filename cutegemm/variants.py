@@ -99,38 +99,59 @@ class Kernel:
 ANY = (AnyShape(),)
 DECODE = (Decode(8), Decode(16), Decode(32))
 
-# 64 or 128 rows of weight by a few tokens: for what is too much for decode and too little to fill 128 x 128 tiles.
+# Up to 256 tokens what counts is that the tiles fill the 132 multiprocessors once, and no second wave starts for a few
+# of them: hence widths like 96, 112 and 144, which divide the usual n into just under 132 parts. A pair of CTAs along
+# one side shares the tile of the other, which L2 would have to deliver twice.
 FP8_NARROW = (
     Tile(64, 32, 256, swap=True),
     Tile(64, 64, 256, swap=True),
     Tile(64, 64, 256, (2, 1), swap=True),
+    Tile(64, 64, 256, (1, 2), swap=True),
     Tile(64, 128, 128, swap=True),
+    Tile(64, 128, 128, (1, 2), swap=True),
     Tile(64, 256, 128, (2, 1), swap=True),
+    Tile(128, 64, 128, (1, 2), swap=True),
     Tile(64, 64, 256, swap=True, split=True),
 )
 FP8_WIDE = (
     Tile(64, 128, 128),
+    Tile(64, 144, 128, (1, 2)),
     Tile(64, 192, 128),
+    Tile(128, 96, 128, (1, 2)),
+    Tile(128, 112, 128, (1, 2)),
     Tile(128, 128, 128, (2, 1)),
     Tile(128, 128, 128, (1, 2)),
+    Tile(128, 144, 128, (2, 1)),
+    Tile(128, 176, 128, (2, 1)),
     Tile(128, 192, 128, (2, 1), "cooperative"),
     Tile(256, 128, 128, (2, 1), "cooperative"),
     Tile(128, 128, 128, (2, 1), split=True),
 )
 BF16_NARROW = (
     Tile(64, 32, 128, swap=True),
+    Tile(64, 32, 128, (1, 2), swap=True),
     Tile(64, 64, 128, swap=True),
     Tile(64, 64, 128, (2, 1), swap=True),
+    Tile(64, 64, 128, (1, 2), swap=True),
     Tile(64, 128, 64, swap=True),
+    Tile(64, 128, 64, (1, 2), swap=True),
     Tile(64, 256, 64, (2, 1), swap=True),
+    Tile(128, 64, 64, (1, 2), swap=True),
     Tile(64, 128, 64, swap=True, split=True),
 )
 BF16_WIDE = (
+    Tile(64, 96, 64, (2, 1)),
+    Tile(64, 112, 64, (2, 1)),
     Tile(64, 128, 64),
+    Tile(64, 144, 64, (1, 2)),
     Tile(64, 192, 64),
     Tile(64, 224, 64),
     Tile(64, 256, 64),
+    Tile(128, 96, 64, (1, 2)),
+    Tile(128, 112, 64, (1, 2)),
     Tile(128, 128, 64, (2, 1)),
+    Tile(128, 144, 64, (2, 1)),
+    Tile(128, 176, 64, (2, 1)),
     Tile(128, 192, 64, (2, 1), "cooperative"),
     Tile(128, 256, 64, (2, 1), "cooperative"),
     Tile(128, 256, 64, (1, 2), "cooperative"),

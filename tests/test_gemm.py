@@ -762,6 +762,7 @@ def sizes_of(kernel: Kernel) -> list[tuple[int, int, int, str]]:
             (rows + 1, 2 * columns + 12, 6 * part, "split=3,swizzle=2,raster=1"),
             (3, 4 * columns - 8, 8 * part, "split=8,no_chain=1"),
             (3 * rows + 1, 60 * columns - 4, 4 * part, "split=4,raster=2"),
+            (2**16 + 1, 8, 2 * part, "split=2"),  # more rows than a grid has blocks along y
         ]
     # TMA stores whole pieces of 16 bytes, so n is a multiple of 8 here; k and m need not be one of anything.
     return [

@@ -496,13 +496,17 @@ def test_each_linear_on_cuda_is_that_on_cpu(model: Llama, sample: Tensor, precis
             module.register_forward_hook(lambda module, args, output: calls.append((module, args[0], output)))
     low(sample[:, :100])
     assert len(calls) == 4 * 30 + 1
-    for module, x, expected in calls:
+    # Some outputs are nearly all in one channel. A step of BF16 there, up to 2**-7, is one of the whole; fast
+    # accumulation moves such a sum by two.
+    limit = {"bf16": 2**-7, "fp8": 2**-6}[precision]
+    for module, x, expected in list(calls):  # the hooks are still there
         difference = module.cuda()(x.cuda()).cpu().float() - expected.float()
-        assert difference.norm() <= 2**-7 * expected.float().norm()
+        assert difference.norm() <= limit * expected.float().norm()
 
 
 def test_demo(path: Path, capsys: pytest.CaptureFixture[str], device: str):
-    result = demo.demo(QUESTION, device, ["fp8", "bf16"], tokens=6, model=path, text="The GPU is fast.")
+    # Of this prompt's first tokens each is far ahead of the second best: its rounding can't change the answer.
+    result = demo.demo(demo.PROMPT, device, ["fp8", "bf16"], tokens=6, model=path, text="The GPU is fast.")
     assert [run.precision for run in result.runs] == ["fp8", "bf16"]
     assert result.positions == 5
     for run in result.runs:

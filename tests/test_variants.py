@@ -115,10 +115,11 @@ def test_tile_fits_registers_and_shared_memory(name: str) -> None:
     kernel = TILES[name]
     tile = kernel.tile
     assert isinstance(tile, Tile)
-    # The sums of a warpgroup take 128 registers of each thread, which may have 240. Promoted FP8 sums are there twice.
+    # A thread of a warpgroup has 240 registers, of which some 60 are for all but its sums. Promoted FP8 sums are there
+    # twice.
     sums = tile.m * tile.n // (2 if tile.schedule == "cooperative" else 1)
     promoted = kernel.gemm.op == "scaled_mm" and not kernel.gemm.fast_accum
-    assert sums * (2 if promoted else 1) <= 128 * 128
+    assert sums * (2 if promoted else 1) <= 180 * 128
     stage = (tile.m + tile.n) * tile.k * operand_bytes(kernel)
     rows = min(tile.m, 128 if tile.schedule == "cooperative" else 64)
     epilogue = 4 * rows * min(tile.n, 32) * BYTES[kernel.gemm.d or "fp32"] + 3 * 4 * tile.n + 1024

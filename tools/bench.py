@@ -184,8 +184,9 @@ class Shape:
 
         a, scale_a = quantize_rows(normal(max(ms)), family.dtype)
         weight, scale_w = quantize_rows(normal(n), family.dtype)
-        ones = torch.tensor([0.01, 0.02], device=device)
-        x = Operands(a, weight.t(), scale_a, scale_w.view(1, n), scale_w, ones[:1], ones[1:])
+        # Each in an allocation of its own: cuBLAS refuses a scale that is not aligned to 16 bytes.
+        one_a, one_b = (torch.tensor([scale], device=device) for scale in (0.01, 0.02))
+        x = Operands(a, weight.t(), scale_a, scale_w.view(1, n), scale_w, one_a, one_b)
         self.weight = weight.float()
         self.outs = [torch.empty(max(ms), n, device=device, dtype=torch.bfloat16) for _ in range(2)]
         self.sets = [x, *(x.copy() for _ in range(1, self.count(min(ms))))]

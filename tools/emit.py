@@ -35,6 +35,9 @@ CPP_TYPES = {
     "e4m3": "cutlass::float_e4m3_t",
     "e5m2": "cutlass::float_e5m2_t",
 }
+# CUTLASS has wgmma of every width that is a multiple of 8, but unless it is told to use the others it builds them from
+# these: 144 of nine times 16, each of which reads the whole of the other operand again.
+WGMMA_WIDTHS = (8, 16, 32, 64, 96, 128, 192, 256)
 BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "e4m3": 8, "e5m2": 8}
 
 
@@ -234,8 +237,9 @@ def universal(kernel: Kernel) -> str:
   }}
 """
         launcher = "Universal"
+    shapes = "" if tile.n in WGMMA_WIDTHS else "#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED\n"
     return f"""\
-#include "gemm_universal.cuh"
+{shapes}#include "gemm_universal.cuh"
 
 {shape}{extra}
 {collectives(kernel, d, functor)}
@@ -285,10 +289,12 @@ def names() -> list[str]:
 
 
 def golden_names() -> list[str]:
-    """One kernel of each declaration."""
+    """One kernel of each form that a declaration takes."""
     first: dict[object, str] = {}
     for name, kernel in KERNELS.items():
-        first.setdefault((kernel.gemm, isinstance(kernel.tile, Tile) and kernel.tile.swap), name)
+        tile = kernel.tile
+        form = (tile.swap, tile.n in WGMMA_WIDTHS) if isinstance(tile, Tile) else type(tile)
+        first.setdefault((kernel.gemm, form), name)
     return list(first.values())
 
 
