@@ -117,6 +117,8 @@ def _options(problem: Problem, tile: Tiles, m: int) -> list[Options]:
             splits = [s for s in (2, 3, 4, 6, 8) if k_bytes % (16 * s) == 0 and k_bytes >= s * 512]
             return [Options(split=s) for s in splits or (1,)]
         rows, columns = _grid(problem, tile, m)
+        if tile.schedule == "warpspecialized":
+            return [Options()] if rows * columns <= 3 * MULTIPROCESSORS else []
         if rows * columns <= MULTIPROCESSORS:
             return [Options()]
         return [

@@ -16,11 +16,13 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Tile:
-    """A CUTLASS 3.x kernel: TMA, wgmma, a persistent grid.
+    """A CUTLASS 3.x kernel: TMA, wgmma, and an epilogue that stores through TMA.
 
     `m`, `n`, `k` and `cluster` are the MMA's sides; with `swap` the weight's n runs along the MMA's m side. A pingpong
-    kernel gives each of its two consumer warpgroups a tile of its own, a cooperative one halves the tile's m between
-    them. With `split` the parts of k are computed side by side and added by a second launch, in order.
+    kernel is persistent and gives each of its two consumer warpgroups a tile of its own, a cooperative one halves the
+    tile's m between them. A warpspecialized one has one consumer and one tile a CTA, and so starts and ends sooner:
+    for tiles that all run at once. With `split` the parts of k are computed side by side and added by a second launch,
+    in order.
     """
 
     m: int
@@ -106,8 +108,8 @@ FP8_NARROW = (
     Tile(64, 32, 256, swap=True),
     Tile(64, 64, 256, swap=True),
     Tile(64, 64, 256, (2, 1), swap=True),
-    Tile(64, 64, 256, (1, 2), swap=True),
-    Tile(64, 128, 128, swap=True),
+    Tile(64, 64, 256, (1, 1), "warpspecialized", swap=True),
+    Tile(64, 64, 256, (1, 2), "warpspecialized", swap=True),
     Tile(64, 128, 128, (1, 2), swap=True),
     Tile(64, 256, 128, (2, 1), swap=True),
     Tile(128, 64, 128, (1, 2), swap=True),
@@ -116,9 +118,11 @@ FP8_NARROW = (
 FP8_WIDE = (
     Tile(64, 128, 128),
     Tile(64, 144, 128, (1, 2)),
-    Tile(64, 192, 128),
+    Tile(64, 192, 128, (2, 1), "warpspecialized"),
     Tile(128, 96, 128, (1, 2)),
+    Tile(128, 96, 128, (1, 2), "warpspecialized"),
     Tile(128, 112, 128, (1, 2)),
+    Tile(128, 112, 128, (1, 2), "warpspecialized"),
     Tile(128, 128, 128, (2, 1)),
     Tile(128, 128, 128, (1, 2)),
     Tile(128, 144, 128, (2, 1)),
@@ -132,27 +136,26 @@ BF16_NARROW = (
     Tile(64, 32, 128, (1, 2), swap=True),
     Tile(64, 64, 128, swap=True),
     Tile(64, 64, 128, (2, 1), swap=True),
-    Tile(64, 64, 128, (1, 2), swap=True),
-    Tile(64, 128, 64, swap=True),
-    Tile(64, 128, 64, (1, 2), swap=True),
+    Tile(64, 64, 128, (1, 1), "warpspecialized", swap=True),
+    Tile(64, 64, 128, (1, 2), "warpspecialized", swap=True),
+    Tile(64, 128, 64, (1, 2), "warpspecialized", swap=True),
     Tile(64, 256, 64, (2, 1), swap=True),
     Tile(128, 64, 64, (1, 2), swap=True),
     Tile(64, 128, 64, swap=True, split=True),
 )
 BF16_WIDE = (
-    Tile(64, 96, 64, (2, 1)),
-    Tile(64, 112, 64, (2, 1)),
+    Tile(64, 96, 64, (2, 1), "warpspecialized"),
+    Tile(64, 112, 64, (2, 1), "warpspecialized"),
     Tile(64, 128, 64),
-    Tile(64, 144, 64, (1, 2)),
+    Tile(64, 144, 64, (1, 2), "warpspecialized"),
     Tile(64, 192, 64),
+    Tile(64, 192, 64, (2, 1), "warpspecialized"),
     Tile(64, 224, 64),
-    Tile(64, 256, 64),
     Tile(128, 96, 64, (1, 2)),
     Tile(128, 112, 64, (1, 2)),
     Tile(128, 128, 64, (2, 1)),
     Tile(128, 144, 64, (2, 1)),
     Tile(128, 176, 64, (2, 1)),
-    Tile(128, 192, 64, (2, 1), "cooperative"),
     Tile(128, 256, 64, (2, 1), "cooperative"),
     Tile(128, 256, 64, (1, 2), "cooperative"),
     Tile(256, 128, 64, (2, 1), "cooperative"),
@@ -214,6 +217,7 @@ for _gemm in GEMMS:
 FAMILIES: dict[str, str] = {
     "universal": "scaled_mm_e4m3_e4m3_bf16_fast_128x128x128_2x1_pingpong",
     "universal_swap": "mm_bf16_bf16_bf16_64x64x128_1x1_pingpong_swap",
+    "universal_once": "mm_bf16_bf16_bf16_64x192x64_2x1_warpspecialized",
     "universal_split": "scaled_mm_e4m3_e4m3_fast_64x64x256_1x1_pingpong_swap_split",
     "decode": "scaled_mm_e4m3_e4m3_decode8",
     "any": "mm_bf16_bf16_any",

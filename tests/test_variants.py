@@ -82,13 +82,16 @@ def test_declarations_that_are_refused() -> None:
 def test_one_kernel_of_each_kind_is_in_families() -> None:
     assert all(FAMILIES[kind] in KERNELS for kind in FAMILIES)
 
-    def kind(kernel: Kernel) -> tuple[type, bool, bool]:
+    def kind(kernel: Kernel) -> tuple[type, bool, bool, bool]:
         tile = kernel.tile
-        return type(tile), isinstance(tile, Tile) and tile.swap, isinstance(tile, Tile) and tile.split
+        if not isinstance(tile, Tile):
+            return type(tile), False, False, False
+        return Tile, tile.swap, tile.split, tile.schedule == "warpspecialized"
 
     kinds = {kind(KERNELS[name]) for name in FAMILIES.values()}
     assert {each[0] for each in kinds} == {Tile, Decode, AnyShape}
-    assert {each[1:] for each in kinds} >= {(False, False), (True, False), (True, True)}
+    assert {each[1:3] for each in kinds} >= {(False, False), (True, False), (True, True)}
+    assert {each[3] for each in kinds} == {False, True}
 
 
 # Tiles
@@ -99,7 +102,7 @@ def test_tile_is_one_that_wgmma_and_tma_have(name: str) -> None:
     kernel = TILES[name]
     tile = kernel.tile
     assert isinstance(tile, Tile)
-    assert tile.schedule in ("pingpong", "cooperative")
+    assert tile.schedule in ("pingpong", "cooperative", "warpspecialized")
     assert tile.m % (128 if tile.schedule == "cooperative" else 64) == 0
     assert tile.n % 8 == 0 and 8 <= tile.n <= 256
     # Lines of a tile are 128 bytes, the widest that TMA swizzles and wgmma reads; FP8 must have k innermost.

@@ -177,7 +177,8 @@ def collectives(kernel: Kernel, d: str, functor: str) -> str:
         lib.MathOperation.multiply_add,
     )
     description = lib.TileDescription([tile.m, tile.n, tile.k], 0, [4, 1, 1], instruction, 90, 90, [*tile.cluster, 1])
-    schedule = "TmaWarpSpecialized" + tile.schedule.capitalize() + ("FP8FastAccum" if gemm.fast_accum else "")
+    kind = "" if tile.schedule == "warpspecialized" else tile.schedule.capitalize()
+    schedule = "TmaWarpSpecialized" + kind + ("FP8FastAccum" if gemm.fast_accum else "")
     epilogue_schedule = "TmaWarpSpecialized" + ("Cooperative" if tile.schedule == "cooperative" else "")
 
     class Operation(go.GemmOperation):

@@ -25,6 +25,7 @@ from torch import Tensor
 import cutegemm
 from cutegemm import plan, testing
 from cutegemm.tools import bench
+from cutegemm.variants import KERNELS
 
 Row = dict[str, Any]
 
@@ -83,6 +84,12 @@ def survey(shape: bench.Shape, m: int, choices: Iterable[plan.Choice], faults: C
     return best
 
 
+def declared(rows: Iterable[Row]) -> list[Row]:
+    """Rows without the kernels that are no longer declared."""
+    kept = [{**row, "best": [best for best in row["best"] if best["kernel"] in KERNELS]} for row in rows]
+    return [row for row in kept if row["best"]]
+
+
 def merge(known: Iterable[Row], new: Iterable[Row]) -> list[Row]:
     """Known rows, with new ones in place of those of the same problem; in the order of KEY."""
     rows = {tuple(row[name] for name in KEY): row for row in (*known, *new)}
@@ -111,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = args.out or table
     # A new file starts from the table that is there.
     source = out if out.exists() else table
-    rows = json.loads(source.read_text())["rows"] if source.exists() else []
+    rows = declared(json.loads(source.read_text())["rows"]) if source.exists() else []
 
     faults: Counter[str] = Counter()
     start = time.monotonic()
