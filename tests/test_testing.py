@@ -115,9 +115,13 @@ def test_host_time() -> None:
 
 @pytest.mark.gpu
 def test_poison() -> None:
-    testing.poison("cuda")
-    for size in (100, 100_000, 10_000_000):
-        assert bool(torch.empty(size, device="cuda").isnan().all())
+    living = [torch.zeros(5000, device="cuda") for _ in range(40)]
+    del living[::2]  # leaves room between tensors
+    for sizes in ([5000] * 30, [100] * 4, [100_000], [10_000_000]):
+        testing.poison("cuda")
+        made = [torch.empty(size, device="cuda") for size in sizes]
+        assert all(bool(x.cpu().isnan().all()) for x in made)  # on the CPU, since results need memory too
+    assert all(int(x.count_nonzero()) == 0 for x in living)
 
 
 @pytest.mark.gpu
