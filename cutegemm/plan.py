@@ -32,8 +32,8 @@ NO_LIMIT = 2**31 - 1
 H200 = "NVIDIA H200"
 MULTIPROCESSORS = 132
 # How many clusters of so many CTAs, one on a multiprocessor, run at once: multiprocessors come in groups of up to 18
-# that a cluster may not leave. Of clusters of 4, 24 were measured to fit and 32 not to.
-CLUSTERS = {1: 132, 2: 66, 4: 24, 8: 12}
+# that a cluster may not leave. Of clusters of 4, 24 were measured to fit and 32 not to. Larger ones are not planned.
+CLUSTERS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 24}
 
 DTYPES = {
     torch.bfloat16: "bf16",
@@ -109,9 +109,9 @@ def _options(problem: Problem, tile: Tiles, m: int) -> list[Options]:
     k_bytes = problem.k * BYTES[problem.a]
     if isinstance(tile, Decode):
         options = []
-        for split in (1, 2, 4):
+        for split, clusters in CLUSTERS.items():
             if split == 1 or k_bytes >= split * 1024:
-                for rows in sorted({64, _even_rows(problem.n, CLUSTERS[split])}):
+                for rows in sorted({64, _even_rows(problem.n, clusters)}):
                     options += [Options(split, rows=rows), Options(split, rows=rows, prefetch=64)]
                     options.append(Options(split, rows=rows, no_chain=1))
         return options
@@ -120,7 +120,7 @@ def _options(problem: Problem, tile: Tiles, m: int) -> list[Options]:
             splits = [s for s in (2, 3, 4, 6, 8) if k_bytes % (16 * s) == 0 and k_bytes >= s * 512]
             return [Options(split=s) for s in splits or (1,)]
         rows, columns = _grid(problem, tile, m)
-        if tile.schedule == "warpspecialized":
+        if tile.schedule == "warpspecialized":  # each further wave starts anew
             return [Options()] if rows * columns <= 3 * MULTIPROCESSORS else []
         if rows * columns <= MULTIPROCESSORS:
             return [Options()]

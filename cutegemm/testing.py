@@ -115,18 +115,13 @@ class _Memory:
         }
 
 
-def poison(device: torch.device | str = "cpu", nbytes: int = 256 << 20) -> None:
-    """Fill the memory that the allocator will hand out next with 0xFF, a NaN in every dtype that has one."""
-    # torch's CUDA allocator serves requests up to 1 MiB and larger ones from different pools.
-    sizes = [1 << 20] * 32 + [nbytes]
-    if torch.device(device).type != "cuda":
-        held = [torch.full((size,), 0xFF, dtype=torch.uint8, device=device) for size in sizes]
-        del held
-        return
+def poison(nbytes: int = 256 << 20) -> None:
+    """Fill the CUDA memory that torch will hand out next with 0xFF, a NaN in every dtype that has one."""
     torch.cuda.empty_cache()
-    held = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+    # torch serves requests up to 1 MiB and larger ones from different pools.
+    held = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in [1 << 20] * 32 + [nbytes]]
     del held
-    # What is free between tensors that live is handed out first.
+    # All that is free, also between tensors that live.
     current = torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream
     for segment in torch.cuda.memory_snapshot():
         if (segment["device"], segment["stream"]) == current and segment["segment_pool_id"] == (0, 0):

@@ -45,14 +45,7 @@ TYPES = {name: dtype for dtype, name in plan.DTYPES.items()}
 OPERANDS = [(BF16, BF16), (FP16, FP16), (E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)]
 LAYOUTS = ("tn", "tt", "nt", "nn")
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Products are small here, and on a busy machine torch's threads wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def is_fp8(dtype: torch.dtype) -> bool:

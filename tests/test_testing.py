@@ -118,7 +118,7 @@ def test_poison() -> None:
     living = [torch.zeros(5000, device="cuda") for _ in range(40)]
     del living[::2]  # leaves room between tensors
     for sizes in ([5000] * 30, [100] * 4, [100_000], [10_000_000]):
-        testing.poison("cuda")
+        testing.poison()
         made = [torch.empty(size, device="cuda") for size in sizes]
         assert all(bool(x.cpu().isnan().all()) for x in made)  # on the CPU, since results need memory too
     assert all(int(x.count_nonzero()) == 0 for x in living)

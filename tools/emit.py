@@ -23,7 +23,7 @@ from functools import cache
 from pathlib import Path
 
 from cutegemm.epilogues import EPILOGUES, OPERANDS
-from cutegemm.variants import KERNELS, AnyShape, Decode, Kernel, Tile
+from cutegemm.variants import FAMILIES, KERNELS, AnyShape, Decode, Kernel, Tile
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "golden"
@@ -289,21 +289,11 @@ def names() -> list[str]:
     return list(KERNELS)
 
 
-def golden_names() -> list[str]:
-    """One kernel of each form that a declaration takes."""
-    first: dict[object, str] = {}
-    for name, kernel in KERNELS.items():
-        tile = kernel.tile
-        form = (tile.swap, tile.n in WGMMA_WIDTHS) if isinstance(tile, Tile) else type(tile)
-        first.setdefault((kernel.gemm, form), name)
-    return list(first.values())
-
-
 def check() -> list[str]:
     """What differs from tests/golden/, as sentences."""
     wrong = []
-    expected = {f"{name}.cu" for name in golden_names()}
-    for name in golden_names():
+    expected = {f"{name}.cu" for name in FAMILIES.values()}
+    for name in FAMILIES.values():
         path = GOLDEN / f"{name}.cu"
         if not path.exists():
             wrong.append(f"{path.name} is missing from tests/golden")
@@ -327,14 +317,14 @@ def main(argv: list[str] | None = None) -> int:
         print("\n".join(names()))
     elif args.check:
         wrong = check()
-        print("\n".join(wrong) or f"{len(golden_names())} emitted kernels are as in tests/golden")
+        print("\n".join(wrong) or f"{len(FAMILIES)} emitted kernels are as in tests/golden")
         if wrong:
             print("If the change is meant, run `python tools/emit.py --update-golden` and review the difference.")
         return bool(wrong)
     else:
         target = GOLDEN if args.update_golden else args.out
         target.mkdir(parents=True, exist_ok=True)
-        wanted = golden_names() if args.update_golden else names()
+        wanted = list(FAMILIES.values()) if args.update_golden else names()
         for path in target.glob("*.cu"):
             if path.stem not in wanted:
                 path.unlink()
