@@ -21,6 +21,7 @@
 #include <cutlass/numeric_types.h>
 
 #include <algorithm>
+#include <array>
 #include <cute/algorithm/gemm.hpp>
 #include <cute/arch/cluster_sm90.hpp>
 #include <cute/atom/mma_traits_sm90_gmma.hpp>
@@ -202,7 +203,7 @@ __global__ void __launch_bounds__(decode::kThreads, 1)
     auto mma = make_tiled_mma(Atom{});
     auto const thread_mma = mma.get_slice(threadIdx.x);
     Tensor sum = partition_fragment_C(mma, cute::Shape<Int<kRows>, Int<kTokens>>{});
-    decltype(sum) parts[kSpans];
+    decltype(sum) even[kSpans], odd[kSpans];
     // Of the sums of wgmma a thread holds, for every 8 tokens, 2 neighbours in 2 rows that lie 8 apart.
     int const own_row = threadIdx.x / 32 * 16 + lane / 4, own_token = lane % 4 * 2;
     auto const token_of = [&](int i) { return i / 4 * 8 + own_token + i % 2; };
@@ -232,33 +233,49 @@ __global__ void __launch_bounds__(decode::kThreads, 1)
       }
 
       clear(sum);
-      for (int block = first; block < last; ++block) {
+      auto const start = [&](auto& part) {
         full(stage)->wait(phase);
         uint8_t* const at = stages + stage * shape.stage_bytes;
-        for_each(make_seq<kSpans>{}, [&](auto s) {
-          Tensor const b = make_tensor(make_smem_ptr(reinterpret_cast<ElementB*>(at + s * span_b)), LayoutB{});
-          Tensor const a =
-              make_tensor(make_smem_ptr(reinterpret_cast<ElementA*>(at + offset_a + s * kTokens * kSpan)), LayoutA{});
-          Tensor const fragments_b = thread_mma.make_fragment_A(thread_mma.partition_A(b));  // the weight is MMA's A
-          Tensor const fragments_a = thread_mma.make_fragment_B(thread_mma.partition_B(a));
-          mma.accumulate_ = GMMA::ScaleOut::Zero;
-          warpgroup_fence_operand(parts[s]);
-          warpgroup_arrive();
-          CUTE_UNROLL
-          for (int k = 0; k < size<2>(fragments_b); ++k) {
-            gemm(mma, fragments_b(_, _, k), fragments_a(_, _, k), parts[s]);
-            mma.accumulate_ = GMMA::ScaleOut::One;
-          }
-          warpgroup_commit_batch();
+        for_each(make_seq<kSpans>{}, [&](auto s) { warpgroup_fence_operand(part[s]); });
+        warpgroup_arrive();
+        // An MMA so narrow takes longer than its turn, so neighbours in the queue are of different sums.
+        for_each(make_seq<kSpan / 32>{}, [&](auto k) {
+          mma.accumulate_ = k == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
+          for_each(make_seq<kSpans>{}, [&](auto s) {
+            Tensor const b = make_tensor(make_smem_ptr(reinterpret_cast<ElementB*>(at + s * span_b)), LayoutB{});
+            Tensor const a =
+                make_tensor(make_smem_ptr(reinterpret_cast<ElementA*>(at + offset_a + s * kTokens * kSpan)), LayoutA{});
+            Tensor const fragments_b = thread_mma.make_fragment_A(thread_mma.partition_A(b));  // the weight is MMA's A
+            Tensor const fragments_a = thread_mma.make_fragment_B(thread_mma.partition_B(a));
+            gemm(mma, fragments_b(_, _, k), fragments_a(_, _, k), part[s]);
+          });
         });
-        warpgroup_wait<0>();
-        if (lane == 0) empty(stage)->arrive();
+        warpgroup_commit_batch();
+        int const read = stage;
         if (++stage == shape.stages) stage = 0, phase ^= 1;
+        return read;
+      };
+      auto const finish = [&](int read, auto& part) {
+        if (lane == 0) empty(read)->arrive();
         for_each(make_seq<kSpans>{}, [&](auto s) {
-          warpgroup_fence_operand(parts[s]);
+          warpgroup_fence_operand(part[s]);
           CUTE_UNROLL
-          for (int i = 0; i < size(sum); ++i) sum(i) += parts[s](i);
+          for (int i = 0; i < size(sum); ++i) sum(i) += part[s](i);
         });
+      };
+      // Two stages at a time: the sums of one are added while the MMAs of the other run.
+      int block = first;
+      for (; block + 1 < last; block += 2) {
+        int const one = start(even), other = start(odd);
+        warpgroup_wait<1>();
+        finish(one, even);
+        warpgroup_wait<0>();
+        finish(other, odd);
+      }
+      if (block < last) {
+        int const one = start(even);
+        warpgroup_wait<0>();
+        finish(one, even);
       }
 
       if (split == 1) {
@@ -317,8 +334,34 @@ struct Decode {
   static constexpr int kWidth = sizeof(ElementB);
   static constexpr auto* kKernel = &decode_kernel<ElementA, ElementB, kTokens, Formula>;
 
-  static int32_t prepare() { return load_kernel(kKernel, decode::kSharedBytes); }
+  static int32_t prepare() {
+    int32_t const status = load_kernel(kKernel, decode::kSharedBytes);
+    return status ? status : (clusters_at_once(1), 0);
+  }
   static int64_t workspace(const cutegemm_call&) { return 0; }
+
+  // How many clusters run at the same time: fewer than the multiprocessors would hold, since none leaves its group of
+  // 16 or 18. Asked once, of the first device; on one that differs the count is not the best, and still right.
+  static int clusters_at_once(int split) {
+    static std::array<int, 9> const counts = [] {
+      std::array<int, 9> found = {};
+      for (int size : {1, 2, 4, 8}) {
+        cudaLaunchAttribute cluster = {};
+        cluster.id = cudaLaunchAttributeClusterDimension;
+        cluster.val.clusterDim = {unsigned(size), 1, 1};
+        cudaLaunchConfig_t config = {};
+        config.gridDim = dim3(size);
+        config.blockDim = dim3(decode::kThreads);
+        config.dynamicSmemBytes = decode::kSharedBytes;
+        config.attrs = &cluster;
+        config.numAttrs = 1;
+        if (cudaOccupancyMaxActiveClusters(&found[size], kKernel, &config) != cudaSuccess) cudaGetLastError();
+        found[size] = std::max(1, found[size]);
+      }
+      return found;
+    }();
+    return counts[split];
+  }
 
   static int32_t launch(const cutegemm_call& call) {
     using namespace decode;
@@ -349,9 +392,9 @@ struct Decode {
                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B)) {
       return kNotImplementable;
     }
-    int const tiles = ceil_div(call.n, rows), most = call.sm_count / split;
-    return launch_cluster(call, kKernel, dim3((tiles < most ? tiles : most) * split), split, dim3(kThreads),
-                          kSharedBytes, own, shape, map_a, map_b);
+    int const clusters = std::min(ceil_div(call.n, rows), clusters_at_once(split));
+    return launch_cluster(call, kKernel, dim3(clusters * split), split, dim3(kThreads), kSharedBytes, own, shape, map_a,
+                          map_b);
   }
 };
 
