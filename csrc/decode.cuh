@@ -6,8 +6,10 @@
 //    no FP8 of its own on Hopper: converting to FP16 cost a fifth of the bandwidth.)
 //  - A tile is as many rows as share n out evenly among the multiprocessors: the MMA's 64, or fewer. The rest
 //    of the MMA is then computed for nothing, which costs nothing.
-//  - One thread issues all TMA loads, up to 200 KB ahead of the MMAs and across tiles. A stage takes 512 bytes of each
-//    row: of pieces of 128 bytes HBM gave a fifth less.
+//  - One thread issues all TMA loads, ahead of the MMAs and across tiles, in stages of 256 bytes of each row.
+//  - All CTAs together ask for some 8 MB of the weight at a time, beyond the stages whose MMAs run. With less, HBM
+//  idles.
+//    With all that shared memory would hold, the first stages come late, which cost small weights 4 %.
 //  - A cluster of `split` CTAs may share a tile, each with its part of k, and adds through distributed shared memory in
 //    a fixed order. There is no workspace and no second launch.
 //  - The tensor cores' FP8 sums lose bits, so each 128 bytes of k are summed apart and added in FP32. That is free
@@ -40,10 +42,11 @@ namespace decode {
 
 constexpr int kRows = 64;   // of weight in a tile, at most
 constexpr int kSpan = 128;  // bytes of k: TMA's and wgmma's swizzle
-constexpr int kSpans = 4;   // in a stage
+constexpr int kSpans = 2;   // in a stage
 constexpr int kConsumers = 128, kThreads = kConsumers + 32;
 constexpr int kMaxStages = 24;
 constexpr int kSharedBytes = 225 * 1024;
+constexpr int kBytesInFlight = 8 << 20;  // of the weight, over all CTAs
 
 // Shared memory ahead of the stages. A stage is kSpans of the weight, [span][row][128 bytes], then kSpans of a.
 template <int kTokens>
@@ -56,6 +59,7 @@ struct Header {
 struct Shape {
   int32_t rows;  // of a tile: a multiple of 8
   int32_t stages, stage_bytes, header_bytes;
+  int32_t box_spans;  // of a TMA load: kSpans, or 1
 };
 
 inline PFN_cuTensorMapEncodeTiled_v12000 encoder() {
@@ -68,14 +72,17 @@ inline PFN_cuTensorMapEncodeTiled_v12000 encoder() {
   return encode;
 }
 
-// A (side, k) matrix, k contiguous, by boxes of `rows` and 128 bytes. What lies outside of the matrix reads as zero.
-inline bool encode(CUtensorMap& map, const void* data, int side, int k, int64_t pitch_bytes, int rows, int width,
-                   CUtensorMapL2promotion promotion) {
-  cuuint64_t const sizes[2] = {cuuint64_t(k) * width, cuuint64_t(side)};
-  cuuint64_t const pitch[1] = {cuuint64_t(pitch_bytes)};
-  cuuint32_t const box[2] = {kSpan, cuuint32_t(rows)};
-  cuuint32_t const ones[2] = {1, 1};
-  return encoder() && encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(data), sizes, pitch, box,
+// A (side, k) matrix, k contiguous, as (byte of a span, side, span), by boxes of `rows` and `spans`. What lies outside
+// of the matrix reads as zero, and so that the end of k does where it is inside of a span, boxes of one span have all
+// of k in the first dimension.
+inline bool encode(CUtensorMap& map, const void* data, int side, int64_t k_bytes, int64_t pitch_bytes, int rows,
+                   int spans, CUtensorMapL2promotion promotion) {
+  cuuint64_t const sizes[3] = {cuuint64_t(spans == 1 ? k_bytes : kSpan), cuuint64_t(side),
+                               cuuint64_t(spans == 1 ? 1 : k_bytes / kSpan)};
+  cuuint64_t const pitches[2] = {cuuint64_t(pitch_bytes), kSpan};
+  cuuint32_t const box[3] = {kSpan, cuuint32_t(rows), cuuint32_t(spans)};
+  cuuint32_t const ones[3] = {1, 1, 1};
+  return encoder() && encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<void*>(data), sizes, pitches, box,
                                 ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion,
                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
@@ -102,15 +109,17 @@ CUTE_DEVICE void wait_cluster(uint64_t& barrier, int phase) {
       "r"(phase)
       : "memory");
 }
-CUTE_DEVICE void load_box(const CUtensorMap& map, uint32_t to, uint64_t& barrier, int byte, int row, uint64_t policy) {
+CUTE_DEVICE void load_box(const CUtensorMap& map, uint32_t to, uint64_t& barrier, int byte, int row, int span,
+                          uint64_t policy) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-      " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
-      "l"(&map), "r"(byte), "r"(row), "r"(cast_smem_ptr_to_uint(&barrier)), "l"(policy)
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
+      "l"(&map), "r"(byte), "r"(row), "r"(span), "r"(cast_smem_ptr_to_uint(&barrier)), "l"(policy)
       : "memory");
 }
-CUTE_DEVICE void prefetch_box(const CUtensorMap& map, int byte, int row) {
-  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(&map), "r"(byte), "r"(row)
+CUTE_DEVICE void prefetch_box(const CUtensorMap& map, int byte, int row, int span) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(&map), "r"(byte), "r"(row),
+               "r"(span)
                : "memory");
 }
 CUTE_DEVICE uint64_t read_once() {
@@ -174,9 +183,15 @@ __global__ void __launch_bounds__(decode::kThreads, 1)
 
   if (threadIdx.x >= kConsumers) {
     if (lane == 0) {
+      bool const whole = shape.box_spans > 1;
+      auto const byte_of = [&](int span) { return whole ? 0 : span * kSpan; };
+      auto const span_of = [&](int span) { return whole ? span : 0; };
       if (!call.options.no_chain) {
         int const ahead = min(call.options.prefetch * 1024 / offset_a, last - first) * kSpans;
-        for (int i = 0; i < ahead; ++i) prefetch_box(map_b, (first * kSpans + i) * kSpan, cluster * shape.rows);
+        for (int i = 0; i < ahead; i += shape.box_spans) {
+          int const span = first * kSpans + i;
+          prefetch_box(map_b, byte_of(span), cluster * shape.rows, span_of(span));
+        }
       }
       wait_for_previous_kernel();
       uint64_t const once = read_once(), often = read_often();
@@ -186,12 +201,10 @@ __global__ void __launch_bounds__(decode::kThreads, 1)
           empty(stage)->wait(phase);
           full(stage)->arrive_and_expect_tx(shape.stage_bytes);
           uint32_t const to = cast_smem_ptr_to_uint(stages + stage * shape.stage_bytes);
-          for (int s = 0; s < kSpans; ++s) {
-            load_box(map_b, to + s * span_b, header.full[stage], (block * kSpans + s) * kSpan, tile * shape.rows, once);
-          }
-          for (int s = 0; s < kSpans; ++s) {
-            load_box(map_a, to + offset_a + s * kTokens * kSpan, header.full[stage], (block * kSpans + s) * kSpan, 0,
-                     often);
+          for (int s = 0; s < kSpans; s += shape.box_spans) {
+            int const span = block * kSpans + s, byte = byte_of(span), z = span_of(span);
+            load_box(map_b, to + s * span_b, header.full[stage], byte, tile * shape.rows, z, once);
+            load_box(map_a, to + offset_a + s * kTokens * kSpan, header.full[stage], byte, 0, z, often);
           }
           if (++stage == shape.stages) stage = 0, phase ^= 1;
         }
@@ -263,7 +276,7 @@ __global__ void __launch_bounds__(decode::kThreads, 1)
           for (int i = 0; i < size(sum); ++i) sum(i) += part[s](i);
         });
       };
-      // Two stages at a time: the sums of one are added while the MMAs of the other run.
+      // Two stages at a time (there are two, see launch()): the sums of one are added while the MMAs of the other run.
       int block = first;
       for (; block + 1 < last; block += 2) {
         int const one = start(even), other = start(odd);
@@ -384,15 +397,18 @@ struct Decode {
     shape.stage_bytes = kSpans * kSpan * (rows + kTokens);
     // wgmma reads 64 rows also of the last stage's last span: whatever lies behind it, but inside shared memory.
     int const slack = 1024 + (kRows - rows) * kSpan;
-    shape.stages = std::min(kMaxStages, (kSharedBytes - shape.header_bytes - slack) / shape.stage_bytes);
+    int const clusters = std::min(ceil_div(call.n, rows), clusters_at_once(split));
+    int const most = std::min(kMaxStages, (kSharedBytes - shape.header_bytes - slack) / shape.stage_bytes);
+    shape.stages = std::min(most, 2 + kBytesInFlight / (clusters * split * kSpans * kSpan * rows));
+    int64_t const k_bytes = int64_t(call.k) * kWidth;
+    shape.box_spans = k_bytes % kSpan == 0 ? kSpans : 1;
     CUtensorMap map_a, map_b;
-    if (!encode(map_a, call.a, call.m, call.k, call.a_stride[0] * kWidth, kTokens, kWidth,
+    if (!encode(map_a, call.a, call.m, k_bytes, call.a_stride[0] * kWidth, kTokens, shape.box_spans,
                 CU_TENSOR_MAP_L2_PROMOTION_L2_128B) ||
-        !encode(map_b, call.b, call.n, call.k, call.b_stride[1] * kWidth, rows, kWidth,
+        !encode(map_b, call.b, call.n, k_bytes, call.b_stride[1] * kWidth, rows, shape.box_spans,
                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B)) {
       return kNotImplementable;
     }
-    int const clusters = std::min(ceil_div(call.n, rows), clusters_at_once(split));
     return launch_cluster(call, kKernel, dim3(clusters * split), split, dim3(kThreads), kSharedBytes, own, shape, map_a,
                           map_b);
   }

@@ -32,8 +32,8 @@ NO_LIMIT = 2**31 - 1
 H200 = "NVIDIA H200"
 MULTIPROCESSORS = 132
 # How many clusters of so many CTAs, one on a multiprocessor, run at once: multiprocessors come in groups of up to 18
-# that a cluster may not leave. Of clusters of 4, 24 were measured to fit and 32 not to. Larger ones are not planned.
-CLUSTERS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 24}
+# that a cluster may not leave. cudaOccupancyMaxActiveClusters says so on an H200; decode.cuh asks it too.
+CLUSTERS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 30}
 
 DTYPES = {
     torch.bfloat16: "bf16",
