@@ -7,9 +7,8 @@
 //  - A tile is as many rows as share n out evenly among the multiprocessors: the MMA's 64, or fewer. The rest
 //    of the MMA is then computed for nothing, which costs nothing.
 //  - One thread issues all TMA loads, ahead of the MMAs and across tiles, in stages of 256 bytes of each row.
-//  - All CTAs together ask for some 8 MB of the weight at a time, beyond the stages whose MMAs run. With less, HBM
-//  idles.
-//    With all that shared memory would hold, the first stages come late, which cost small weights 4 %.
+//  - All CTAs together ask for some 8 MB of the weight at a time, beyond the stages whose MMAs run. Less would leave
+//    HBM idle; all that shared memory could hold made the first stages late, which cost small weights 4 %.
 //  - A cluster of `split` CTAs may share a tile, each with its part of k, and adds through distributed shared memory in
 //    a fixed order. There is no workspace and no second launch.
 //  - The tensor cores' FP8 sums lose bits, so each 128 bytes of k are summed apart and added in FP32. That is free

@@ -156,10 +156,21 @@ def cost(problem: Problem, choice: Choice, m: int) -> float:
 
     split = max(1, choice.options.split)
     if isinstance(tile, Decode):
-        rounds = ceil(ceil(n / (choice.options.rows or 64)) / CLUSTERS[split])
-        stages = ceil(ceil(k * width / 512) / split)  # each waits for its MMAs
-        streams = max(memory * (0.955 + 0.0012 * tile.tokens), rounds * stages * (0.32 + 0.007 * tile.tokens))
-        return 2.76 + (split > 1) * 1.6 + streams * (1.04 if choice.options.no_chain else 1.0)
+        tiles = ceil(n / (choice.options.rows or 64))
+        clusters = min(tiles, CLUSTERS[split])
+        stages = ceil(ceil(k * width / 256) / split)
+        streams = memory * (0.973 + 0.0011 * tile.tokens)
+        # The next launch fits beside this one, not at all, or in part: then both get in each other's way.
+        start = 1.76 if 2 * clusters * split <= MULTIPROCESSORS else 2.24
+        if choice.options.no_chain:
+            start, streams = start + 1.26, streams * 1.04
+        elif MULTIPROCESSORS // 2 < clusters * split <= 100:
+            streams *= 1.25
+        if choice.options.prefetch:
+            start += 0.36 - 0.038 * min(streams, 11.3)
+        rounds = ceil(tiles / clusters)
+        exchange = rounds * (0.97 + 0.033 * tile.tokens) if split > 1 else 0.0
+        return start + exchange + max(streams, rounds * stages * (0.19 + 0.0024 * tile.tokens))
 
     # In the MMA's terms: tiles along its sides, and what of its operands a cluster's CTAs read from L2 for each other.
     along_m, along_n = _grid(problem, tile, m)[:: -1 if tile.swap else 1]

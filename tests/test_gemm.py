@@ -734,6 +734,7 @@ def sizes_of(kernel: Kernel) -> list[tuple[int, int, int, str]]:
         return [(1, 1, 1, ""), (3, 7, 5, ""), (65, 131, 67, "no_chain=1"), (130, 63, 259, ""), (1111, 1303, 77, "")]
     if isinstance(tile, Decode):
         most, many = tile.tokens, 132 * 256 + 17
+        span = 8 * vector  # of whole spans of 128 bytes TMA loads two at a time
         return [
             (1, 1, 1, ""),
             (1, 61, 3 * vector, "split=8"),
@@ -744,6 +745,9 @@ def sizes_of(kernel: Kernel) -> list[tuple[int, int, int, str]]:
             (most, many, 149, "rows=40"),
             (most, many // 4, 530, "split=4,prefetch=16"),
             (2, many // 2, 661, "split=2,rows=48,no_chain=1"),
+            (most - 1, 131, 5 * span, ""),
+            (most // 2 + 1, 333, 11 * span, "split=2,rows=24,prefetch=64"),
+            (most, many // 2, 4 * span, "rows=40,prefetch=32"),
         ]
     rows, columns = (tile.n, tile.m) if tile.swap else (tile.m, tile.n)
     if tile.split:
