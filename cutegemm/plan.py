@@ -34,6 +34,7 @@ MULTIPROCESSORS = 132
 # How many clusters of so many CTAs, one on a multiprocessor, run at once: multiprocessors come in groups of up to 18
 # that a cluster may not leave. cudaOccupancyMaxActiveClusters says so on an H200; decode.cuh asks it too.
 CLUSTERS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 30}
+SM_STREAM = 6.7e4  # bytes of a weight a µs that one multiprocessor was seen to read
 
 DTYPES = {
     torch.bfloat16: "bf16",
@@ -156,7 +157,8 @@ def cost(problem: Problem, choice: Choice, m: int) -> float:
 
     split = max(1, choice.options.split)
     if isinstance(tile, Decode):
-        tiles = ceil(n / (choice.options.rows or 64))
+        rows = choice.options.rows or 64
+        tiles = ceil(n / rows)
         clusters = min(tiles, CLUSTERS[split])
         stages = ceil(ceil(k * width / 256) / split)
         streams = memory * (0.973 + 0.0011 * tile.tokens)
@@ -170,7 +172,8 @@ def cost(problem: Problem, choice: Choice, m: int) -> float:
             start += 0.36 - 0.038 * min(streams, 11.3)
         rounds = ceil(tiles / clusters)
         exchange = rounds * (0.97 + 0.033 * tile.tokens) if split > 1 else 0.0
-        return start + exchange + max(streams, rounds * stages * (0.19 + 0.0024 * tile.tokens))
+        own = max(rows * 256 / SM_STREAM, 0.19 + 0.0024 * tile.tokens)
+        return start + exchange + max(streams, rounds * stages * own)
 
     # In the MMA's terms: tiles along its sides, and what of its operands a cluster's CTAs read from L2 for each other.
     along_m, along_n = _grid(problem, tile, m)[:: -1 if tile.swap else 1]
@@ -181,6 +184,10 @@ def cost(problem: Problem, choice: Choice, m: int) -> float:
     compute = 2 * tile.m * tile.n * share / (5.9e6 * 2 / width * efficiency)
     from_l2 = tiles * (tile.m / cluster_n + tile.n / cluster_m) * share * width
     start = 3.13 + 2.34 * (waves - 1) if tile.schedule == "warpspecialized" else 3.2
+    if m <= (
+        tile.n if tile.swap else tile.m
+    ):  # otherwise CTAs that share the weight's rows bring them into L2 together
+        memory = max(memory, waves * (tile.m if tile.swap else tile.n) * share * width / SM_STREAM)
     reduction = 1.13 + m * n * 4 * (split + 1) / 2.18e6 if tile.split else 0.0
     return start + max(memory, waves * compute, from_l2 / 1.2e7) + reduction
 
