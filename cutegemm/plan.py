@@ -184,10 +184,9 @@ def cost(problem: Problem, choice: Choice, m: int) -> float:
     compute = 2 * tile.m * tile.n * share / (5.9e6 * 2 / width * efficiency)
     from_l2 = tiles * (tile.m / cluster_n + tile.n / cluster_m) * share * width
     start = 3.13 + 2.34 * (waves - 1) if tile.schedule == "warpspecialized" else 3.2
-    if m <= (
-        tile.n if tile.swap else tile.m
-    ):  # otherwise CTAs that share the weight's rows bring them into L2 together
-        memory = max(memory, waves * (tile.m if tile.swap else tile.n) * share * width / SM_STREAM)
+    of_tokens, of_weight = (tile.n, tile.m) if tile.swap else (tile.m, tile.n)
+    if m <= of_tokens:  # or else several CTAs bring the same rows of the weight into L2
+        memory = max(memory, waves * of_weight * share * width / SM_STREAM)
     reduction = 1.13 + m * n * 4 * (split + 1) / 2.18e6 if tile.split else 0.0
     return start + max(memory, waves * compute, from_l2 / 1.2e7) + reduction
 
