@@ -12,7 +12,7 @@
 //  - A cluster of `split` CTAs may share a tile, each with its part of k, and adds through distributed shared memory in
 //    a fixed order. There is no workspace and no second launch.
 //  - The tensor cores' FP8 sums lose bits, so each 128 bytes of k are summed apart and added in FP32. That is free
-//    here, and the results are as good as with use_fast_accum=False.
+//    here, and the results are as good as with use_fast_accum=False. INT8's sums are int32 and exact, however added.
 //  - Programmatic dependent launch: before a CTA waits for the kernel ahead of it, it may ask for its first weights. It
 //    asks into L2, where every write ends up, so the weights are right even if that kernel is still writing them.
 #pragma once
@@ -28,6 +28,7 @@
 #include <cute/atom/mma_traits_sm90_gmma.hpp>
 #include <cute/tensor.hpp>
 #include <cutlass/gemm/collective/builders/sm90_common.inl>
+#include <type_traits>
 
 #include "cutlass_dtype.cuh"
 #include "kernel_file.cuh"
@@ -47,10 +48,14 @@ constexpr int kMaxStages = 24;
 constexpr int kSharedBytes = 225 * 1024;
 constexpr int kBytesInFlight = 8 << 20;  // of the weight, over all CTAs
 
+// The type of the MMA's sums.
+template <class Element>
+using Accumulator = std::conditional_t<std::is_same_v<Element, int8_t>, int32_t, float>;
+
 // Shared memory ahead of the stages. A stage is kSpans of the weight, [span][row][128 bytes], then kSpans of a.
-template <int kTokens>
+template <int kTokens, class Sum>
 struct Header {
-  float sums[kTokens * kRows];  // of the cluster, for the rows that this CTA finishes: [split][token][row]
+  Sum sums[kTokens * kRows];  // of the cluster, for the rows that this CTA finishes: [split][token][row]
   uint64_t full[kMaxStages], empty[kMaxStages], sums_ready, sums_free;
 };
 
@@ -94,6 +99,9 @@ CUTE_DEVICE uint32_t remote_address(T* p, int rank) {
 }
 CUTE_DEVICE void store_remote(uint32_t remote, float value) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
+}
+CUTE_DEVICE void store_remote(uint32_t remote, int32_t value) {
+  asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(remote), "r"(value) : "memory");
 }
 // An arrival at a barrier of the cluster publishes the stores before it, and the wait sees them.
 CUTE_DEVICE void arrive_at(uint64_t& barrier, int rank) {
@@ -142,7 +150,8 @@ __global__ void __launch_bounds__(decode::kThreads, 1)
   using Full = cutlass::arch::ClusterTransactionBarrier;
   using Empty = cutlass::arch::ClusterBarrier;
   constexpr int kStep = kSpan / int(sizeof(ElementB));  // of k, in a span
-  using Atom = decltype(GMMA::ss_op_selector<ElementB, ElementA, float, cute::Shape<Int<64>, Int<kTokens>, Int<kStep>>,
+  using Sum = Accumulator<ElementB>;
+  using Atom = decltype(GMMA::ss_op_selector<ElementB, ElementA, Sum, cute::Shape<Int<64>, Int<kTokens>, Int<kStep>>,
                                              GMMA::Major::K, GMMA::Major::K>());
   using LayoutB = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<ElementB>{}, cute::Shape<Int<kRows>, Int<kStep>>{}));
   using LayoutA =
@@ -150,7 +159,7 @@ __global__ void __launch_bounds__(decode::kThreads, 1)
 
   extern __shared__ uint8_t raw[];
   uint8_t* const shared = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(raw) + 1023) / 1024 * 1024);
-  auto& header = *reinterpret_cast<Header<kTokens>*>(shared);
+  auto& header = *reinterpret_cast<Header<kTokens, Sum>*>(shared);
   auto const full = [&](int stage) { return reinterpret_cast<Full*>(&header.full[stage]); };
   auto const empty = [&](int stage) { return reinterpret_cast<Empty*>(&header.empty[stage]); };
   uint8_t* const stages = shared + shape.header_bytes;
@@ -312,7 +321,7 @@ __global__ void __launch_bounds__(decode::kThreads, 1)
         }
         CUTE_UNROLL
         for (int i = 0; i < size(sum); ++i) {
-          store_remote(to[i / 2 % 2] + (i / 4 * 8 + i % 2) * part_rows * int(sizeof(float)), sum(i));
+          store_remote(to[i / 2 % 2] + (i / 4 * 8 + i % 2) * part_rows * int(sizeof(Sum)), sum(i));
         }
         __syncwarp();
         if (lane < split) arrive_at(header.sums_ready, lane);
@@ -322,7 +331,7 @@ __global__ void __launch_bounds__(decode::kThreads, 1)
         for (int i = 0; i < kTokens / 4; ++i) {  // a cluster has two CTAs or more
           int const m = part_token + i * (kConsumers / part_rows);
           if (m < call.m && n < end) {
-            float total = 0.f;
+            Sum total = 0;
             for (int s = 0; s < split; ++s) total += header.sums[(s * kTokens + m) * part_rows + part_row];
             store_from_float(call.d, call.d_dtype, m * call.d_stride[0] + n * call.d_stride[1],
                              Formula::apply(total, rows[i], columns[0]));
@@ -392,7 +401,7 @@ struct Decode {
     }
     decode::Shape shape = {};
     shape.rows = rows;
-    shape.header_bytes = (int(sizeof(Header<kTokens>)) + 1023) / 1024 * 1024;
+    shape.header_bytes = (int(sizeof(Header<kTokens, Accumulator<ElementB>>)) + 1023) / 1024 * 1024;
     shape.stage_bytes = kSpans * kSpan * (rows + kTokens);
     // wgmma reads 64 rows also of the last stage's last span: whatever lies behind it, but inside shared memory.
     int const slack = 1024 + (kRows - rows) * kSpan;

@@ -32,7 +32,7 @@ struct cutegemm_tensor {
 struct cutegemm_request {
   int32_t scaled, out_dtype, fast_accum;  // out_dtype: torch's ScalarType, or -1 where the caller gave none
   int32_t aligned_operands, aligned_out, device;
-  cutegemm_tensor a, b, scale_a, scale_b, bias, out;
+  cutegemm_tensor a, b, scale_a, scale_b, bias, zero_point_a, sum_b, out;
   const char* kernel;  // null: the plan chooses
 };
 
@@ -104,7 +104,8 @@ struct Problem {
   const char* op;
   bool scaled;
   const Tensor &a, &b;
-  const Tensor *scale_a = nullptr, *scale_b = nullptr, *bias = nullptr, *out = nullptr;
+  const Tensor *scale_a = nullptr, *scale_b = nullptr, *bias = nullptr;
+  const Tensor *zero_point_a = nullptr, *sum_b = nullptr, *out = nullptr;
   std::optional<ScalarType> out_dtype;
   bool fast_accum = false;
   const std::string* kernel = nullptr;
@@ -161,12 +162,12 @@ uint8_t orient(int64_t rows, int64_t k, int64_t& row_stride, int64_t& k_stride) 
   return kOtherLayout;
 }
 
-// A scale of one element, or of one for each of `count`; false: neither. Sets v.
-bool read_scale(const Tensor& x, int64_t count, bool row_too, cutegemm_vector& v) {
-  if (x.scalar_type() != ScalarType::Float) return false;
+// Scales or zero points: one element, or one for each of `count`; false: neither. Sets v.
+bool read_vector(const Tensor& x, ScalarType type, int64_t count, bool row_too, cutegemm_vector& v) {
+  if (x.scalar_type() != type) return false;
   int64_t const dim = x.dim(), size = x.numel();
   v.data = x.data_ptr();
-  v.dtype = CUTEGEMM_FP32;
+  v.dtype = kernel_dtype(type);
   v.stride = 0;
   if (dim > 2) return false;
   if (size == 1) return true;
@@ -181,22 +182,38 @@ bool is_output_type(ScalarType t) {
   return t == ScalarType::BFloat16 || t == ScalarType::Half || t == ScalarType::Float;
 }
 
+// Where an INT8 product's sums, and with a zero point their difference from it, fit int32: see gemm.py.
+constexpr int64_t kMostInt8 = (1 << 17) - 1, kMostInt8FromZeroPoint = 1 << 16;
+
 // Fills what does not depend on the output's memory. False: the call is not in order, and gemm.py can say why.
 bool prepare(const Problem& p, cutegemm_call& call, Key& key, ScalarType& d) {
   if (p.a.dim() != 2 || p.b.dim() != 2) return false;
   int64_t const m = p.a.size(0), k = p.a.size(1), n = p.b.size(1);
   if (p.b.size(0) != k || m >= INT32_MAX || n >= INT32_MAX || k >= INT32_MAX) return false;
   call.m = int32_t(m), call.n = int32_t(n), call.k = int32_t(k);
-  for (const Tensor* x : {&p.b, p.scale_a, p.scale_b, p.bias, p.out}) {
+  for (const Tensor* x : {&p.b, p.scale_a, p.scale_b, p.bias, p.zero_point_a, p.sum_b, p.out}) {
     if (x && (!x->is_cuda() || x->get_device_index() != p.a.get_device_index())) return false;
   }
   ScalarType const a_type = p.a.scalar_type(), b_type = p.b.scalar_type();
   call.a_dtype = kernel_dtype(a_type), call.b_dtype = kernel_dtype(b_type);
+  bool const int8 = call.a_dtype == CUTEGEMM_INT8;
   if (p.scaled) {
     bool const a_fp8 = call.a_dtype == CUTEGEMM_E4M3 || call.a_dtype == CUTEGEMM_E5M2;
     bool const b_fp8 = call.b_dtype == CUTEGEMM_E4M3 || call.b_dtype == CUTEGEMM_E5M2;
-    if (!a_fp8 || !b_fp8 || (call.a_dtype == CUTEGEMM_E5M2 && call.b_dtype == CUTEGEMM_E5M2)) return false;
-    if (!read_scale(*p.scale_a, m, false, call.scale_a) || !read_scale(*p.scale_b, n, true, call.scale_b)) return false;
+    if (int8 ? b_type != a_type || k > (p.zero_point_a ? kMostInt8FromZeroPoint : kMostInt8)
+             : !a_fp8 || !b_fp8 || (call.a_dtype == CUTEGEMM_E5M2 && call.b_dtype == CUTEGEMM_E5M2)) {
+      return false;
+    }
+    if (p.zero_point_a || p.sum_b) {
+      if (!int8 || !p.zero_point_a || !p.sum_b) return false;
+      if (!read_vector(*p.zero_point_a, ScalarType::Int, m, false, call.zero_point_a)) return false;
+      if (p.sum_b->dim() != 1 || p.sum_b->size(0) != n || p.sum_b->scalar_type() != ScalarType::Int) return false;
+      call.sum_b = {p.sum_b->data_ptr(), CUTEGEMM_INT32, p.sum_b->stride(0)};
+    }
+    if (!read_vector(*p.scale_a, ScalarType::Float, m, false, call.scale_a) ||
+        !read_vector(*p.scale_b, ScalarType::Float, n, true, call.scale_b)) {
+      return false;
+    }
   } else if (a_type != b_type || (a_type != ScalarType::BFloat16 && a_type != ScalarType::Half)) {
     return false;
   }
@@ -212,14 +229,14 @@ bool prepare(const Problem& p, cutegemm_call& call, Key& key, ScalarType& d) {
   call.b_stride[0] = p.b.stride(0), call.b_stride[1] = p.b.stride(1);
   uint8_t const a_layout = orient(m, k, call.a_stride[0], call.a_stride[1]);
   uint8_t const b_layout = orient(n, k, call.b_stride[1], call.b_stride[0]);
-  if (p.scaled && b_layout == 1 && n > 1 && k > 1) return false;  // a row-major FP8 b
+  if (p.scaled && b_layout == 1 && n > 1 && k > 1) return false;  // a row-major b
   if (p.out) {
     if (p.out->dim() != 2 || p.out->size(0) != m || p.out->size(1) != n || p.out->scalar_type() != d) return false;
     call.d_stride[0] = p.out->stride(0), call.d_stride[1] = p.out->stride(1);
     bool const rows_apart = n <= 1 || (call.d_stride[1] > 0 && (m <= 1 || call.d_stride[0] >= n * call.d_stride[1]));
     bool const columns_apart = m <= 1 || (call.d_stride[0] > 0 && (n <= 1 || call.d_stride[1] >= m * call.d_stride[0]));
     if (!rows_apart && !columns_apart) return false;
-    for (const Tensor* x : {&p.a, &p.b, p.scale_a, p.scale_b, p.bias}) {
+    for (const Tensor* x : {&p.a, &p.b, p.scale_a, p.scale_b, p.bias, p.zero_point_a, p.sum_b}) {
       if (x && is_in_memory_of(*p.out, *x)) return false;
     }
     if (n == 1) call.d_stride[1] = 1;
@@ -245,7 +262,7 @@ bool prepare(const Problem& p, cutegemm_call& call, Key& key, ScalarType& d) {
          uint8_t(call.b_dtype),
          uint8_t(call.d_dtype),
          uint8_t(a_layout * 16 + b_layout),
-         p.fast_accum,
+         p.fast_accum && !int8,
          uint8_t(aligned * 2 + aligned_out),
          uint8_t(p.a.get_device_index())};
   return true;
@@ -261,11 +278,12 @@ void resolve(const Problem& p, const Key& key) {
   if (p.out_dtype) {
     request.out_dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(*p.out_dtype));
   }
-  request.fast_accum = p.fast_accum;
+  request.fast_accum = key.fast_accum;
   request.aligned_operands = key.aligned / 2, request.aligned_out = key.aligned % 2;
   request.device = p.a.get_device_index();
   request.a = described(&p.a), request.b = described(&p.b);
   request.scale_a = described(p.scale_a), request.scale_b = described(p.scale_b);
+  request.zero_point_a = described(p.zero_point_a), request.sum_b = described(p.sum_b);
   request.bias = described(p.bias), request.out = described(p.out);
   request.kernel = p.kernel ? p.kernel->c_str() : nullptr;
   std::string text(8192, '\0');
@@ -362,17 +380,20 @@ void mm_out(Tensor out, Tensor a, Tensor b, std::optional<Tensor> bias, std::opt
 }
 
 Tensor scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, std::optional<Tensor> bias,
-                 std::optional<ScalarType> out_dtype, bool use_fast_accum, std::optional<std::string> kernel) {
+                 std::optional<ScalarType> out_dtype, bool use_fast_accum, std::optional<Tensor> zero_point_a,
+                 std::optional<Tensor> sum_b, std::optional<std::string> kernel) {
   Problem p{"scaled_mm", true, a, b, &scale_a, &scale_b};
-  p.bias = pointer(bias), p.out_dtype = out_dtype, p.fast_accum = use_fast_accum, p.kernel = pointer(kernel);
+  p.bias = pointer(bias), p.out_dtype = out_dtype, p.fast_accum = use_fast_accum;
+  p.zero_point_a = pointer(zero_point_a), p.sum_b = pointer(sum_b), p.kernel = pointer(kernel);
   return *execute(p);
 }
 
 void scaled_mm_out(Tensor out, Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, std::optional<Tensor> bias,
-                   std::optional<ScalarType> out_dtype, bool use_fast_accum, std::optional<std::string> kernel) {
+                   std::optional<ScalarType> out_dtype, bool use_fast_accum, std::optional<Tensor> zero_point_a,
+                   std::optional<Tensor> sum_b, std::optional<std::string> kernel) {
   Problem p{"scaled_mm", true, a, b, &scale_a, &scale_b};
   p.bias = pointer(bias), p.out = &out, p.out_dtype = out_dtype, p.fast_accum = use_fast_accum;
-  p.kernel = pointer(kernel);
+  p.zero_point_a = pointer(zero_point_a), p.sum_b = pointer(sum_b), p.kernel = pointer(kernel);
   execute(p);
 }
 

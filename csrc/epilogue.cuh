@@ -3,7 +3,8 @@
 // CUTLASS has one node type for each element type and side of the output, and none that takes a scale of one element
 // or of one element a row as the caller happens to have it. This one decides both at launch: type and stride come from
 // a cutegemm_vector, so a kernel file serves every bias type, no bias, and per-tensor next to per-token scales, without
-// expanding anything in memory.
+// expanding anything in memory. Element, the type that the tree goes on with, is float, or int32_t for what is combined
+// with INT8's sums before they become floats.
 #pragma once
 #include <cutlass/cutlass.h>
 
@@ -18,18 +19,18 @@ using namespace cute;
 
 enum class Along { M, N };  // the side of the MMA's output that the vector runs along
 
-template <Along kAlong, class CtaTile>
+template <Along kAlong, class CtaTile, class Element = float>
 struct VectorBroadcast {
   // Along n a thread needs many values in few subtiles, so they wait in shared memory; along m it keeps its own few.
   static constexpr int kStaged = kAlong == Along::N ? size<1>(CtaTile{}) : 1;
 
   struct SharedStorage {
-    alignas(16) float staged[kStaged];
+    alignas(16) Element staged[kStaged];
   };
 
   struct Arguments {
     cutegemm_vector vector = {};
-    float absent = 0.f;
+    Element absent = 0;
   };
   using Params = Arguments;
 
@@ -53,10 +54,10 @@ struct VectorBroadcast {
 
   CUTLASS_HOST_DEVICE VectorBroadcast() {}
   CUTLASS_HOST_DEVICE VectorBroadcast(Params const& params, SharedStorage const& storage)
-      : params(&params), staged(const_cast<float*>(storage.staged)) {}
+      : params(&params), staged(const_cast<Element*>(storage.staged)) {}
 
   Params const* params = nullptr;
-  float* staged = nullptr;
+  Element* staged = nullptr;
 
   CUTLASS_DEVICE bool is_producer_load_needed() const { return false; }
   CUTLASS_DEVICE bool is_C_load_needed() const { return false; }
@@ -83,14 +84,14 @@ struct VectorBroadcast {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < size(own); ++i) {
         bool const inside = get<0>(at(i)) < get<0>(residue);
-        own(i) = inside ? load(params.vector, m - get<0>(residue) + get<0>(at(i)), params.absent) : 0.f;
+        own(i) = inside ? load(params.vector, m - get<0>(residue) + get<0>(at(i)), params.absent) : Element(0);
       }
     }
 
     template <class Accumulator, int kSize>
     CUTLASS_DEVICE auto visit(cutlass::Array<Accumulator, kSize> const&, int epi_v, int epi_m, int epi_n) {
       Tensor own = values(_, _, _, epi_m, epi_n);
-      cutlass::Array<float, kSize> fragment;
+      cutlass::Array<Element, kSize> fragment;
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kSize; ++i) fragment[i] = own(epi_v * kSize + i);
       return fragment;
@@ -99,8 +100,8 @@ struct VectorBroadcast {
 
   template <class Staged, class Values, class Residue>
   struct AlongN : cutlass::epilogue::fusion::detail::EmptyConsumerStoreCallbacks {
-    CUTLASS_DEVICE AlongN(Staged source, Values values, Residue residue, int n, int thread, int threads, float* staged,
-                          Params const& params)
+    CUTLASS_DEVICE AlongN(Staged source, Values values, Residue residue, int n, int thread, int threads,
+                          Element* staged, Params const& params)
         : source(source),
           values(values),
           residue(residue),
@@ -113,12 +114,12 @@ struct VectorBroadcast {
     Values values;  // (CPY, CPY_M, CPY_N) of one subtile
     Residue residue;
     int n, thread, threads;
-    float* staged;
+    Element* staged;
     Params const& params;
 
     CUTLASS_DEVICE void begin() {
       for (int i = thread; i < kStaged; i += threads) {
-        staged[i] = i < residue ? load(params.vector, n - residue + i, params.absent) : 0.f;
+        staged[i] = i < residue ? load(params.vector, n - residue + i, params.absent) : Element(0);
       }
     }
     CUTLASS_DEVICE bool begin_sync_needed() const { return true; }
@@ -129,7 +130,7 @@ struct VectorBroadcast {
 
     template <class Accumulator, int kSize>
     CUTLASS_DEVICE auto visit(cutlass::Array<Accumulator, kSize> const&, int epi_v, int, int) {
-      cutlass::Array<float, kSize> fragment;
+      cutlass::Array<Element, kSize> fragment;
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kSize; ++i) fragment[i] = values(epi_v * kSize + i);
       return fragment;
@@ -143,17 +144,17 @@ struct VectorBroadcast {
     auto [m, n, k, l] = args.problem_shape_mnkl;
     if constexpr (kAlong == Along::M) {
       // Only the layout of this tensor is used: which elements of the side a thread holds, each once.
-      Tensor side = make_tensor(make_gmem_ptr(static_cast<float const*>(nullptr)),
+      Tensor side = make_tensor(make_gmem_ptr(static_cast<Element const*>(nullptr)),
                                 make_layout(make_shape(m, n, l), make_stride(_1{}, _0{}, _0{})));
       Tensor own = sm90_partition_for_epilogue<kReferenceSrc>(side, args.tile_shape_mnk, args.tile_coord_mnkl,
                                                               args.epi_tile, args.tiled_copy, args.thread_idx);
-      Tensor values = make_tensor_like<float>(own);
+      Tensor values = make_tensor_like<Element>(own);
       return AlongM<decltype(values), decltype(args.tCcD), decltype(args.residue_tCcD)>(
           values, args.tCcD, args.residue_tCcD, int(m), *params);
     } else {
       Tensor side = make_tensor(make_smem_ptr(staged), make_layout(take<0, 2>(CtaTile{}), make_stride(_0{}, _1{})));
       Tensor source = sm90_partition_for_epilogue<kReferenceSrc>(side, args.epi_tile, args.tiled_copy, args.thread_idx);
-      Tensor values = make_tensor_like<float>(take<0, 3>(source));
+      Tensor values = make_tensor_like<Element>(take<0, 3>(source));
       int const residue = get<1>(args.residue_cD);
       return AlongN<decltype(source), decltype(values), int>(source, values, residue, int(n), args.thread_idx,
                                                              int(size(args.tiled_copy)), staged, *params);

@@ -2,11 +2,11 @@
 //
 //   d[m, n] = Formula(sum_k a[m, k] b[k, n])
 //
-// in float32, rounded once. A block makes 64 x 64 of d and walks through k in order, 64 at a
-// time, so a row's bits depend on nothing but the row. It loads the next tiles into registers while it multiplies the
-// present ones from shared memory. A tile lies in shared memory as it does in global memory, k fastest or not, and
+// in float32, rounded once; INT8's sums in int32, exactly. A block makes 64 x 64 of d and walks through k in order, 64
+// at a time, so a row's bits depend on nothing but the row. It loads the next tiles into registers while it multiplies
+// the present ones from shared memory. A tile lies in shared memory as it does in global memory, k fastest or not, and
 // ldmatrix transposes it where it must; so loads are coalesced, and as wide as alignment allows, for every layout.
-// FP8 becomes FP16, exactly, on the way to shared memory.
+// FP8 and INT8 become FP16, exactly, on the way to shared memory.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -79,6 +79,13 @@ __device__ __forceinline__ void write(void* to, const uint32_t* words) {
 __device__ __forceinline__ uint32_t fp16x2_from_fp8x2(uint32_t x, bool e5m2) {
   const __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(x), e5m2 ? __NV_E5M2 : __NV_E4M3);
   return h.x | uint32_t(h.y) << 16;
+}
+
+// The same for two INT8 values: 0x6400 is 1024, whose last bits count ones, and with the sign bit flipped x is x + 128.
+__device__ __forceinline__ uint32_t fp16x2_from_int8x2(uint32_t x) {
+  const uint32_t shifted = __byte_perm(x ^ 0x8080, 0x64646464, 0x4140);
+  const __half2 y = __hsub2(reinterpret_cast<const __half2&>(shifted), __float2half2_rn(1024 + 128));
+  return reinterpret_cast<const uint32_t&>(y);
 }
 
 // Brings one operand's tiles to shared memory. Threads stand side by side along the inner dimension, each with
@@ -160,7 +167,12 @@ class Stager {
         uint32_t wide[(kWidth + 1) / 2];
 #pragma unroll
         for (int j = 0; j < (kWidth + 1) / 2; ++j) {
-          wide[j] = fp16x2_from_fp8x2(words[j / 2] >> j % 2 * 16, e5m2_);
+          const uint32_t pair = words[j / 2] >> j % 2 * 16;
+          if constexpr (std::is_same_v<T, int8_t>) {
+            wide[j] = fp16x2_from_int8x2(pair);
+          } else {
+            wide[j] = fp16x2_from_fp8x2(pair, e5m2_);
+          }
         }
         write<2 * kWidth>(to, wide);
       }
@@ -237,10 +249,13 @@ __device__ __forceinline__ void multiply_tiles(float (&c)[2][4][4], const uint16
   }
 }
 
+template <class T>
+constexpr int kBlocks = std::is_same_v<T, int8_t> ? 2 : 3;  // on a multiprocessor; registers hold INT8's sums twice
+
 template <class T, class Formula>
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kThreads, kBlocks<T>)
     gemm_any(const __grid_constant__ Problem problem, const __grid_constant__ cutegemm_call call) {
-  constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
+  constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>, kInt8 = std::is_same_v<T, int8_t>;
   constexpr int kTileSize = kTile * kPitch;
   __shared__ __align__(16) uint16_t tiles[2][2][kTileSize];
   __shared__ typename Formula::Row row_operands[kTile];
@@ -266,7 +281,7 @@ __global__ void __launch_bounds__(kThreads, 3)
 
   Stager<T> a(problem.a, first_row, k), b(problem.b, first_column, k);
   const int lane = t % 32, warp_row = t / 32 % 2 * 32, warp_column = t / 64 * 32;
-  float c[2][4][4] = {};
+  std::conditional_t<kInt8, int32_t, float> sum[2][4][4] = {};
   const int steps = k / kTile + (k % kTile != 0);
   if (steps > 0) {
     a.fetch(), b.fetch();
@@ -277,18 +292,28 @@ __global__ void __launch_bounds__(kThreads, 3)
     const bool more = step + 1 < steps;
     if (more) a.fetch(), b.fetch();
     const uint16_t *a_tile = tiles[step % 2][0], *b_tile = tiles[step % 2][1];
-    if (problem.a.k_inner) {
-      if (problem.b.k_inner) {
-        multiply_tiles<kBf16, true, true>(c, a_tile, b_tile, warp_row, warp_column, lane);
+    const auto add_product_to = [&](float (&c)[2][4][4]) {
+      if (problem.a.k_inner) {
+        if (problem.b.k_inner) {
+          multiply_tiles<kBf16, true, true>(c, a_tile, b_tile, warp_row, warp_column, lane);
+        } else {
+          multiply_tiles<kBf16, true, false>(c, a_tile, b_tile, warp_row, warp_column, lane);
+        }
       } else {
-        multiply_tiles<kBf16, true, false>(c, a_tile, b_tile, warp_row, warp_column, lane);
+        if (problem.b.k_inner) {
+          multiply_tiles<kBf16, false, true>(c, a_tile, b_tile, warp_row, warp_column, lane);
+        } else {
+          multiply_tiles<kBf16, false, false>(c, a_tile, b_tile, warp_row, warp_column, lane);
+        }
       }
+    };
+    if constexpr (kInt8) {  // float32 has 24 bits: enough for the sums of a tile, which are up to 2**20, not of all k
+      float part[2][4][4] = {};
+      add_product_to(part);
+#pragma unroll
+      for (int i = 0; i < 2 * 4 * 4; ++i) sum[i / 16][i / 4 % 4][i % 4] += int32_t(part[i / 16][i / 4 % 4][i % 4]);
     } else {
-      if (problem.b.k_inner) {
-        multiply_tiles<kBf16, false, true>(c, a_tile, b_tile, warp_row, warp_column, lane);
-      } else {
-        multiply_tiles<kBf16, false, false>(c, a_tile, b_tile, warp_row, warp_column, lane);
-      }
+      add_product_to(sum);
     }
     if (more) a.put(tiles[(step + 1) % 2][0]), b.put(tiles[(step + 1) % 2][1]);
     __syncthreads();
@@ -307,7 +332,7 @@ __global__ void __launch_bounds__(kThreads, 3)
         const int row = warp_row + 16 * i + lane / 4 + e / 2 * 8;
         const int column = warp_column + 8 * j + lane % 4 * 2 + e % 2;
         out[row * row_pitch + column * column_pitch] =
-            Formula::apply(c[i][j][e], row_operands[row], column_operands[column]);
+            Formula::apply(sum[i][j][e], row_operands[row], column_operands[column]);
       }
     }
   }
@@ -386,6 +411,7 @@ struct AnyShape {
 
  private:
   static bool takes(int32_t dtype) {
+    if (std::is_same_v<T, int8_t>) return dtype == CUTEGEMM_INT8;
     if (sizeof(T) == 1) return dtype == CUTEGEMM_E4M3 || dtype == CUTEGEMM_E5M2;
     return dtype == (std::is_same_v<T, __nv_bfloat16> ? CUTEGEMM_BF16 : CUTEGEMM_FP16);
   }

@@ -124,8 +124,9 @@ struct Universal {
 // d = Formula(sum over the parts of k, in order). A thread takes four neighbours of one row after the other, and n is a
 // multiple of four.
 constexpr int kReduceThreads = 128;
-template <class Formula>
-__global__ void __launch_bounds__(kReduceThreads) reduce_split(cutegemm_call call, const float* parts) {
+template <class Formula, class Sum>
+__global__ void __launch_bounds__(kReduceThreads) reduce_split(cutegemm_call call, const Sum* parts) {
+  using Four = cutlass::AlignedArray<Sum, 4>;
   wait_for_previous_kernel();
   int64_t const n = 4 * (int64_t(blockIdx.x) * kReduceThreads + threadIdx.x);
   if (n >= call.n) return;
@@ -134,39 +135,41 @@ __global__ void __launch_bounds__(kReduceThreads) reduce_split(cutegemm_call cal
   for (int j = 0; j < 4; ++j) column[j] = Formula::column(call, int(n) + j);
   int64_t const size = int64_t(call.m) * call.n;
   for (int m = blockIdx.y; m < call.m; m += gridDim.y) {
-    const float* part = parts + int64_t(m) * call.n + n;
-    float4 sum = *reinterpret_cast<const float4*>(part);
+    const Sum* part = parts + int64_t(m) * call.n + n;
+    Four sum = *reinterpret_cast<const Four*>(part);
 #pragma unroll 4
     for (int s = 1; s < call.options.split; ++s) {
-      float4 const next = *reinterpret_cast<const float4*>(part + s * size);
-      sum.x += next.x, sum.y += next.y, sum.z += next.z, sum.w += next.w;
+      Four const next = *reinterpret_cast<const Four*>(part + s * size);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sum[j] += next[j];
     }
-    float const values[4] = {sum.x, sum.y, sum.z, sum.w};
     auto const row = Formula::row(call, m);
     with_float_pointer(call.d, call.d_dtype, [&](auto* d) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        store(d + m * call.d_stride[0] + (n + j) * call.d_stride[1], Formula::apply(values[j], row, column[j]));
+        store(d + m * call.d_stride[0] + (n + j) * call.d_stride[1], Formula::apply(sum[j], row, column[j]));
       }
     });
   }
 }
 
-// The same kernel type with an FP32 d and no epilogue, over the parts of k as a batch, and a second launch that adds
-// the parts in order (so the bits do not depend on timing) and applies the epilogue once. It takes every type of d.
+// The same kernel type with d of the sums' type, FP32 or INT32, and no epilogue, over the parts of k as a batch, and a
+// second launch that adds the parts in order (so the bits do not depend on timing) and applies the epilogue once. It
+// takes every type of d.
 template <class Variant>
 struct UniversalSplit {
   using Kernel = typename Variant::Kernel;
   using Formula = typename Variant::Formula;
   using Problem = UniversalProblem<Kernel, Variant::kSwap>;
+  using Sum = typename Problem::ElementD;
 
   static int32_t prepare() {
-    int32_t const status = load_kernel(reduce_split<Formula>);
+    int32_t const status = load_kernel(reduce_split<Formula, Sum>);
     return status ? status : Problem::prepare();
   }
   // Each part's rows must be whole 16-byte pieces for TMA, so n is a multiple of four.
   static int64_t workspace(const cutegemm_call& call) {
-    return int64_t(call.m) * call.n * sizeof(float) * (call.options.split ? call.options.split : 1);
+    return int64_t(call.m) * call.n * sizeof(Sum) * (call.options.split ? call.options.split : 1);
   }
   static int32_t launch(const cutegemm_call& call) {
     int const split = call.options.split ? call.options.split : 1;
@@ -179,8 +182,8 @@ struct UniversalSplit {
     cutegemm_call reduced = call;
     reduced.options.split = split;
     dim3 const grid((call.n / 4 + kReduceThreads - 1) / kReduceThreads, call.m < 65535 ? call.m : 65535);
-    return launch_kernel(call, reduce_split<Formula>, grid, dim3(kReduceThreads), 0, reduced,
-                         static_cast<const float*>(call.workspace));
+    return launch_kernel(call, reduce_split<Formula, Sum>, grid, dim3(kReduceThreads), 0, reduced,
+                         static_cast<const Sum*>(call.workspace));
   }
 };
 

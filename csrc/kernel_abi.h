@@ -4,7 +4,7 @@
 #pragma once
 #include <stdint.h>
 
-#define CUTEGEMM_ABI 1
+#define CUTEGEMM_ABI 2
 
 #ifdef __cplusplus
 extern "C" {
@@ -17,12 +17,15 @@ enum cutegemm_dtype {
   CUTEGEMM_FP16 = 3,
   CUTEGEMM_E4M3 = 4,
   CUTEGEMM_E5M2 = 5,
+  CUTEGEMM_INT8 = 6,
+  CUTEGEMM_INT32 = 7,
 };
 
-// An operand of the epilogue that varies along one side of d: a scale for each row, a bias for each column.
+// An operand of the epilogue that varies along one side of d: a scale for each row, a bias for each column. Of the
+// integer ones the type is fixed, INT32; of the others a call says it.
 typedef struct cutegemm_vector {
-  const void* data;  // null: the operand is absent (a scale of one, a bias of zero)
-  int32_t dtype;     // FP32, BF16 or FP16
+  const void* data;  // null: the operand is absent (a scale of one; a bias, a zero point, a sum of zero)
+  int32_t dtype;     // FP32, BF16 or FP16; INT32
   int64_t stride;    // elements from one row (or column) to the next; 0: one element serves them all
 } cutegemm_vector;
 
@@ -44,6 +47,7 @@ typedef struct cutegemm_call {
   void* d;                                        // (m, n)
   int64_t a_stride[2], b_stride[2], d_stride[2];  // in elements, for the two dimensions as written above
   cutegemm_vector scale_a, scale_b, bias;         // along m, n, n
+  cutegemm_vector zero_point_a, sum_b;            // along m, n; for an INT8 product, and integers
   cutegemm_options options;
   int32_t sm_count;  // of the current device
   void* workspace;   // cutegemm_workspace() bytes, 256-byte aligned, uninitialized

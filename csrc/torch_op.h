@@ -91,6 +91,10 @@ inline int32_t kernel_dtype(ScalarType dtype) {
       return CUTEGEMM_E4M3;
     case ScalarType::Float8_e5m2:
       return CUTEGEMM_E5M2;
+    case ScalarType::Char:
+      return CUTEGEMM_INT8;
+    case ScalarType::Int:
+      return CUTEGEMM_INT32;
     default:
       return CUTEGEMM_NONE;
   }

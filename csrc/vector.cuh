@@ -17,6 +17,9 @@ __device__ __forceinline__ float load_as_float(const void* data, int dtype, int6
 __device__ __forceinline__ float load(const cutegemm_vector& v, int i, float absent) {
   return v.data ? load_as_float(v.data, v.dtype, i * v.stride) : absent;
 }
+__device__ __forceinline__ int32_t load(const cutegemm_vector& v, int i, int32_t absent) {
+  return v.data ? static_cast<const int32_t*>(v.data)[i * v.stride] : absent;
+}
 
 __device__ __forceinline__ void store(float* to, float x) { *to = x; }
 __device__ __forceinline__ void store(__nv_bfloat16* to, float x) { *to = __float2bfloat16(x); }

@@ -42,9 +42,10 @@ DTYPES = {
     torch.float32: "fp32",
     torch.float8_e4m3fn: "e4m3",
     torch.float8_e5m2: "e5m2",
+    torch.int8: "int8",
 }
 TUNED_BY = ("op", "a", "b", "d", "fast_accum", "n", "k")  # what the table tells problems apart by, with m
-BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "e4m3": 1, "e5m2": 1}
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "e4m3": 1, "e5m2": 1, "int8": 1, "int32": 4}
 
 
 class Row(NamedTuple):
@@ -63,7 +64,7 @@ class Problem:
     n: int
     k: int
     layout: str = "tn"  # of a and b, see variants.Gemm; "" where neither dimension of an operand is contiguous
-    fast_accum: bool = False
+    fast_accum: bool = False  # never of INT8, whose sums are exact
     aligned: bool = True  # the operands' addresses and leading strides are multiples of 16 bytes, as TMA asks
     aligned_out: bool = True  # so are the output's, and the length of its rows: TMA stores whole pieces of 16 bytes
 
@@ -250,19 +251,23 @@ def explain(
 ) -> str:
     """The plan of `op` ("mm" or "scaled_mm") for a weight of n rows and k columns, as text; with m, the row it takes.
 
-    dtype: of a and b; by default BF16 for mm and e4m3 for scaled_mm.
+    dtype: of a and b; by default BF16 for mm and e4m3 for scaled_mm, which also takes int8.
     """
     if op not in ("mm", "scaled_mm"):
         raise ValueError(f"explain: op is {op!r}; it must be 'mm' or 'scaled_mm'")
     for name, size in (("n", n), ("k", k), ("m", 1 if m is None else m)):
         if size < 1:
             raise ValueError(f"explain: {name} is {size}; it must be 1 or more")
-    for name, given in (("dtype", dtype), ("out_dtype", out_dtype)):
-        if given is not None and given not in DTYPES:
-            raise ValueError(f"explain: {name} is {given}; it must be {', '.join(map(str, DTYPES))}")
-    operand = DTYPES[dtype or (torch.bfloat16 if op == "mm" else torch.float8_e4m3fn)]
+    dtype = dtype or (torch.bfloat16 if op == "mm" else torch.float8_e4m3fn)
+    for name, given, known in (
+        ("dtype", dtype, gemm.HALF if op == "mm" else gemm.QUANTIZED),
+        ("out_dtype", out_dtype, gemm.OUTPUT),
+    ):
+        if given not in known:
+            raise ValueError(f"explain: {name} is {given}; it must be {', '.join(map(str, known))}")
+    operand = DTYPES[dtype]
     problem = Problem(
-        op, operand, operand, DTYPES[out_dtype], n, k, fast_accum=use_fast_accum and op == "scaled_mm",
+        op, operand, operand, DTYPES[out_dtype], n, k, fast_accum=use_fast_accum and dtype in gemm.FP8,
         aligned=k * BYTES[operand] % 16 == 0, aligned_out=n * BYTES[DTYPES[out_dtype]] % 16 == 0,
     )  # fmt: skip
     measured = sorted(_tuned(problem, device))
@@ -291,11 +296,14 @@ class _Tensor(ctypes.Structure):
     ]
 
 
+_TENSORS = ("a", "b", "scale_a", "scale_b", "bias", "zero_point_a", "sum_b", "out")
+
+
 class _Request(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("scaled", "out_dtype", "fast_accum")),
         *((name, ctypes.c_int32) for name in ("aligned_operands", "aligned_out", "device")),
-        *((name, _Tensor) for name in ("a", "b", "scale_a", "scale_b", "bias", "out")),
+        *((name, _Tensor) for name in _TENSORS),
         ("kernel", ctypes.c_char_p),
     ]
 
@@ -314,7 +322,7 @@ _SCALAR_TYPES = {
     7: torch.float64, 9: torch.complex64, 10: torch.complex128, 11: torch.bool, 15: torch.bfloat16,
     23: torch.float8_e5m2, 24: torch.float8_e4m3fn, 25: torch.float8_e5m2fnuz, 26: torch.float8_e4m3fnuz,
 }  # fmt: skip
-_KERNEL_TYPES = {"": 0, "fp32": 1, "bf16": 2, "fp16": 3, "e4m3": 4, "e5m2": 5}
+_KERNEL_TYPES = {"": 0, "fp32": 1, "bf16": 2, "fp16": 3, "e4m3": 4, "e5m2": 5, "int8": 6, "int32": 7}
 
 
 class _Described:
@@ -369,20 +377,21 @@ _dispatcher: ctypes.CDLL | None = None
 
 def _answer(request: _Request) -> None:
     described = {
-        name: _Described(getattr(request, name)) if getattr(request, name).present else None
-        for name in ("a", "b", "scale_a", "scale_b", "bias", "out")
+        name: _Described(getattr(request, name)) if getattr(request, name).present else None for name in _TENSORS
     }
-    a, b, scale_a, scale_b, bias, out = described.values()
+    a, b, scale_a, scale_b, bias, zero_point_a, sum_b, out = described.values()
     asked: Any = (
         None if request.out_dtype < 0 else _SCALAR_TYPES.get(request.out_dtype, f"ScalarType {request.out_dtype}")
     )
     kernel = None if request.kernel is None else request.kernel.decode()
     op = "scaled_mm" if request.scaled else "mm"
     if request.scaled:
-        dtype = gemm.check_scaled_mm(a, b, scale_a, scale_b, bias, asked, kernel_name=kernel, out=out)
+        dtype = gemm.check_scaled_mm(
+            a, b, scale_a, scale_b, bias, asked, bool(request.fast_accum), zero_point_a, sum_b, kernel, out=out
+        )
     else:
         dtype = gemm.check_mm(a, b, bias, asked, kernel, out=out)
-    gemm.check_memory(op, out, a=a, b=b, scale_a=scale_a, scale_b=scale_b, bias=bias)
+    gemm.check_memory(op, **described)
     assert a is not None and b is not None and _dispatcher is not None
     if torch.cuda.get_device_capability(request.device) != (9, 0):
         raise RuntimeError(

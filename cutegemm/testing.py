@@ -26,10 +26,17 @@ def make_operand(
 
     Those two rows are the second and the third, where there are more than three. exact: integers in [-4, 4]
     instead; products of such operands are exact in float32 in any order of summation while k <= 2**20.
+    Of an integer dtype, values are uniform over all of it, but for the row of zeros.
     """
     generator = torch.Generator(device).manual_seed(seed)
     if exact:
         return torch.randint(-4, 5, (rows, cols), generator=generator, device=device).to(dtype)
+    if not dtype.is_floating_point:
+        limits = torch.iinfo(dtype)
+        whole = torch.randint(limits.min, limits.max + 1, (rows, cols), generator=generator, device=device)
+        if rows > 3:
+            whole[1] = 0
+        return whole.to(dtype)
     x = torch.randn(rows, cols, generator=generator, device=device)
     outliers = torch.rand(rows, cols, generator=generator, device=device) < 1 / 500
     outliers[:1, :1] = True
@@ -44,11 +51,16 @@ def make_operand(
 
 
 def padded(x: Tensor, pitch: int, fill: float = 1e4) -> Tensor:
-    """x (..., k) with its rows `pitch` elements apart, and `fill`, or the largest number, in the gaps."""
+    """x (..., k) with its rows `pitch` elements apart, and `fill`, or the largest number, in the gaps.
+
+    Integers, which know no NaN, have the largest number in place of one.
+    """
     if pitch < x.shape[-1]:
         raise ValueError(f"padded: pitch is {pitch}; it must be at least {x.shape[-1]}, a row of x")
-    info = torch.finfo(x.dtype) if x.dtype.is_floating_point else torch.iinfo(x.dtype)
-    fill = min(fill, info.max)
+    if x.dtype.is_floating_point:
+        fill = min(fill, torch.finfo(x.dtype).max)
+    else:
+        fill = min(torch.iinfo(x.dtype).max, fill)  # the first, if fill is NaN
     wide = torch.full((*x.shape[:-1], pitch), fill, device=x.device).to(x.dtype)
     view = wide[..., : x.shape[-1]]
     view.copy_(x)

@@ -83,6 +83,11 @@ class Gemm:
         if self.layout not in ("tn", "tt", "nt", "nn"):
             raise ValueError(f"{self.op}: layout is {self.layout!r} and must be tn, tt, nt or nn")
 
+    @property
+    def accumulator(self) -> str:
+        """The type of the tensor core's sums."""
+        return "int32" if self.a == "int8" else "fp32"
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -161,6 +166,21 @@ BF16_WIDE = (
     Tile(256, 128, 64, (2, 1), "cooperative"),
     Tile(128, 128, 64, (2, 1), split=True),
 )
+# INT8 has FP8's rates and bytes; these are a selection of the tiles above, which were not measured for it.
+INT8_WHOLE = (
+    Tile(64, 32, 256, swap=True),
+    Tile(64, 64, 256, swap=True),
+    Tile(64, 64, 256, (1, 2), "warpspecialized", swap=True),
+    Tile(64, 128, 128, (1, 2), swap=True),
+    Tile(64, 256, 128, (2, 1), swap=True),
+    Tile(128, 64, 128, (1, 2), swap=True),
+    Tile(64, 128, 128),
+    Tile(128, 96, 128, (1, 2)),
+    Tile(128, 128, 128, (2, 1)),
+    Tile(128, 128, 128, (1, 2)),
+    Tile(128, 192, 128, (2, 1), "cooperative"),
+    Tile(256, 128, 128, (2, 1), "cooperative"),
+)
 # Promotion keeps a second accumulator, so a warpgroup can hold 64 x 128 of it: 128 x 128 only in cooperation.
 FULL_WIDE = Tile(128, 128, 128, (2, 1), "cooperative")
 
@@ -189,6 +209,22 @@ def _scaled_mm() -> list[Gemm]:
     ]
 
 
+def _scaled_mm_int8() -> list[Gemm]:
+    def gemm(d: str, tiles: tuple[Tiles, ...]) -> Gemm:
+        return Gemm("scaled_mm", "int8", "int8", d, "asymmetric", tiles)
+
+    few = (Tile(64, 64, 256, swap=True), Tile(128, 128, 128, (2, 1)))
+    parts = tuple(tile for tile in FP8_NARROW + FP8_WIDE if tile.split)
+    return [
+        gemm("bf16", INT8_WHOLE),
+        gemm("fp16", few),
+        gemm("fp32", few),
+        gemm("", parts),
+        gemm("", DECODE),
+        gemm("", ANY),
+    ]
+
+
 def _mm() -> list[Gemm]:
     def gemm(a: str, d: str, tiles: tuple[Tiles, ...], layout: str = "tn") -> Gemm:
         return Gemm("mm", a, a, d, "linear", tiles, layout=layout)
@@ -204,7 +240,7 @@ def _mm() -> list[Gemm]:
     return gemms
 
 
-GEMMS: tuple[Gemm, ...] = (*_scaled_mm(), *_mm())
+GEMMS: tuple[Gemm, ...] = (*_scaled_mm(), *_scaled_mm_int8(), *_mm())
 KERNELS: dict[str, Kernel] = {}
 for _gemm in GEMMS:
     for _tile in _gemm.tiles:
@@ -221,6 +257,10 @@ FAMILIES: dict[str, str] = {
     "universal_split": "scaled_mm_e4m3_e4m3_fast_64x64x256_1x1_pingpong_swap_split",
     "decode": "scaled_mm_e4m3_e4m3_decode8",
     "any": "mm_bf16_bf16_any",
+    "universal_int8": "scaled_mm_int8_int8_bf16_64x64x256_1x1_pingpong_swap",
+    "universal_split_int8": "scaled_mm_int8_int8_128x128x128_2x1_pingpong_split",
+    "decode_int8": "scaled_mm_int8_int8_decode16",
+    "any_int8": "scaled_mm_int8_int8_any",
 }
 
 

@@ -5,26 +5,30 @@ torch tensors. So the two cannot drift apart.
 
 A traced function takes `accum` first and operands by name; it assigns its result to `D` and returns `D`. It has a
 comment above it in place of a docstring, and lives in a file of its own: the tracer reads the source and takes nothing
-else. `OPERANDS` says along which side of the output an operand runs, and what it is when a caller leaves it out.
+else. `OPERANDS` says along which side of the output an operand runs, and what it is when a caller leaves it out. Types
+are promoted as torch does it: what is made of integers alone is an integer (INT8's accum is one), the rest float32.
 """
 
 from typing import NamedTuple
 
+from .asymmetric import asymmetric
 from .linear import linear
 from .scaled import scaled
 
-__all__ = ["EPILOGUES", "OPERANDS", "Operand", "linear", "scaled"]
+__all__ = ["EPILOGUES", "OPERANDS", "Operand", "asymmetric", "linear", "scaled"]
 
 
 class Operand(NamedTuple):
     along: str  # "m" or "n"
-    absent: float
+    absent: float | int  # of the operand's own type
 
 
 OPERANDS = {
     "scale_a": Operand("m", 1.0),
     "scale_b": Operand("n", 1.0),
     "bias": Operand("n", 0.0),
+    "zero_point_a": Operand("m", 0),
+    "sum_b": Operand("n", 0),
 }
 
-EPILOGUES = {"linear": linear, "scaled": scaled}
+EPILOGUES = {"asymmetric": asymmetric, "linear": linear, "scaled": scaled}

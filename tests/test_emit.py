@@ -17,7 +17,7 @@ import pytest
 from cutegemm import library
 from cutegemm.epilogues import EPILOGUES, OPERANDS
 from cutegemm.tools import emit
-from cutegemm.variants import FAMILIES, KERNELS, AnyShape, Decode, Kernel, Tile
+from cutegemm.variants import FAMILIES, GEMMS, KERNELS, AnyShape, Decode, Kernel, Tile
 
 WHOLE = [name for name, kernel in KERNELS.items() if isinstance(kernel.tile, Tile) and not kernel.tile.split]
 
@@ -121,7 +121,7 @@ def test_a_file_is_whole(name: str) -> None:
     assert f"// epilogues/{KERNELS[name].gemm.epilogue}.py\n" in text
 
 
-CPP = {"bf16": "bfloat16_t", "fp16": "half_t", "fp32": "float", "e4m3": "float_e4m3_t", "e5m2": "float_e5m2_t"}
+CPP = {"bf16": "bfloat16_t", "fp16": "half_t", "e4m3": "float_e4m3_t", "e5m2": "float_e5m2_t", "int8": "int8_t"}
 
 
 @pytest.mark.parametrize("name", [name for name, kernel in KERNELS.items() if isinstance(kernel.tile, Tile)])
@@ -130,7 +130,7 @@ def test_collectives_are_those_of_the_declaration(name: str) -> None:
     assert isinstance(tile, Tile)
     mainloop = text[text.index("CollectiveMainloop") :] if "CollectiveMainloop" in text else text
     operands = re.findall(
-        r"cutlass::(bfloat16_t|half_t|float_e4m3_t|float_e5m2_t), (cutlass::layout::\w+), (\d+)", mainloop
+        r"\b(bfloat16_t|half_t|float_e4m3_t|float_e5m2_t|int8_t), (cutlass::layout::\w+), (\d+)", mainloop
     )
     row, column = "cutlass::layout::RowMajor", "cutlass::layout::ColumnMajor"
     a = (CPP[gemm.a], row if gemm.layout[0] == "t" else column)
@@ -140,7 +140,9 @@ def test_collectives_are_those_of_the_declaration(name: str) -> None:
         a, b = (b[0], other[b[1]]), (a[0], other[a[1]])
     found = [operand[:2] for operand in operands[-2:]]
     assert found == [a, b]
-    assert {int(operand[2]) for operand in operands[-2:]} == {16 // (1 if gemm.a in ("e4m3", "e5m2") else 2)}
+    assert {int(operand[2]) for operand in operands[-2:]} == {128 // emit.BITS[gemm.a]}
+    accumulator = "int32_t" if gemm.a == "int8" else "float"
+    assert re.search(rf"\d+,\n    {accumulator},\n", mainloop)
     shape = f"cute::Shape<cute::_{tile.m}, cute::_{tile.n}, cute::_{tile.k}>"
     cluster = f"cute::Shape<cute::_{tile.cluster[0]},cute::_{tile.cluster[1]},cute::_1>"
     assert text.count(shape.replace(" ", "")) + text.count(shape) >= 2
@@ -160,13 +162,21 @@ def operands_of(epilogue: str) -> tuple[str, ...]:
     return function.__code__.co_varnames[1 : function.__code__.co_argcount]
 
 
+ACCUMULATORS = {gemm.epilogue: gemm.accumulator for gemm in GEMMS}
+
+
+def literal(operand: str) -> str:
+    value = OPERANDS[operand].absent
+    return f"{value}f" if isinstance(value, float) else str(value)
+
+
 def values_of(epilogue: str) -> dict[str, float]:
     return {name: 1.5 + 0.25 * i for i, name in enumerate(operands_of(epilogue))}
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 def test_formula_is_the_function(epilogue: str) -> None:
-    values, text = values_of(epilogue), emit.formula(epilogue)
+    values, text = values_of(epilogue), emit.formula(epilogue, ACCUMULATORS[epilogue])
     (expression,) = re.findall(r"return (\(.*\));", text)
     sides = {"m": SimpleNamespace(), "n": SimpleNamespace()}
     for name, value in values.items():
@@ -175,14 +185,22 @@ def test_formula_is_the_function(epilogue: str) -> None:
         (body,) = re.findall(
             rf" {side}\(const cutegemm_call& call, int {OPERANDS[name].along}\) \{{(.*?)\}}\n", text, re.DOTALL
         )
-        assert f"cutegemm::load(call.{name}, {OPERANDS[name].along}, {OPERANDS[name].absent}f)" in body
+        assert f"cutegemm::load(call.{name}, {OPERANDS[name].along}, {literal(name)})" in body
     found = eval(expression, {"accum": 3.0, "row": sides["m"], "column": sides["n"]})
     assert found == EPILOGUES[epilogue](3.0, **values)
 
 
 def test_formulas() -> None:
-    assert "return (accum + column.bias);" in emit.formula("linear")
-    assert "return ((row.scale_a * (column.scale_b * accum)) + column.bias);" in emit.formula("scaled")
+    assert "return (accum + column.bias);" in emit.formula("linear", "fp32")
+    assert "return ((row.scale_a * (column.scale_b * accum)) + column.bias);" in emit.formula("scaled", "fp32")
+    text = emit.formula("asymmetric", "int32")
+    difference = "(accum - (row.zero_point_a * column.sum_b))"
+    assert f"return ((row.scale_a * (column.scale_b * {difference})) + column.bias);" in text
+    assert "float apply(int32_t accum, " in text
+    assert (
+        "    float scale_a;\n    int32_t zero_point_a;\n" in text
+        and "    float scale_b, bias;\n    int32_t sum_b;\n" in text
+    )
 
 
 def parse(text: str) -> Any:
@@ -213,13 +231,15 @@ def evaluate(tree: Any, arguments: Any, values: dict[str, float], along: dict[st
     if kind == "VectorBroadcast":
         name = arguments[1].removeprefix("call.")
         along[name] = tree[1].rpartition("::")[2]
-        assert float(arguments[2].removesuffix("f")) == OPERANDS[name].absent
+        assert arguments[2] == literal(name)
+        assert tree[3:] == ([] if literal(name).endswith("f") else ["int32_t"])
         return values[name]
     assert kind == "Sm90EVT"
     (_, compute, *children), (_, *inputs, own) = tree, arguments
     assert own == [""] and len(inputs) == len(children) == 2
     left, right = (evaluate(*each, values, along) for each in zip(children, inputs, strict=True))
-    return {"plus": left + right, "multiplies": left * right}[compute[1].rpartition("::")[2]]
+    results = {"plus": left + right, "minus": left - right, "multiplies": left * right}
+    return results[compute[1].rpartition("::")[2]]
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -233,10 +253,12 @@ def test_evt_is_the_function_with_its_sides_swapped_where_the_operands_are(name:
     assert found == EPILOGUES[kernel.gemm.epilogue](**values)
     sides = {"m": "N", "n": "M"} if kernel.tile.swap else {"m": "M", "n": "N"}
     assert along == {operand: sides[OPERANDS[operand].along] for operand in operands_of(kernel.gemm.epilogue)}
-    # The result is rounded to d, what is inside stays float32.
-    result, *inside = re.findall(r"Sm90Compute<cutlass::\w+, ([\w:]+), ([\w:]+),", tree)
-    assert result == (emit.CPP_TYPES[kernel.gemm.d], "float")
-    assert set(inside) <= {("float", "float")}
+    # The result is rounded to d, what is inside stays float32, and int32 where all is that goes in.
+    (_, *result), *inside = re.findall(r"Sm90Compute<cutlass::(\w+), ([\w:]+), ([\w:]+),", tree)
+    assert result == [emit.CPP_TYPES[kernel.gemm.d], "float"]
+    integers = ["minus", "multiplies"] if kernel.gemm.accumulator == "int32" else []
+    assert [name for name, *types in inside if types == ["int32_t", "int32_t"]] == integers
+    assert all(types == ["float", "float"] for _, *types in inside[: len(inside) - len(integers)])
 
 
 def test_swap_exchanges_the_operands_alone() -> None:

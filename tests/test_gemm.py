@@ -39,34 +39,43 @@ from cutegemm.testing import (
 from cutegemm.variants import FAMILIES, KERNELS, AnyShape, Decode, Kernel, Tile
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 OUTPUT = (BF16, FP16, FP32)
 TYPES = {name: dtype for dtype, name in plan.DTYPES.items()}
-OPERANDS = [(BF16, BF16), (FP16, FP16), (E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)]
+OPERANDS = [(BF16, BF16), (FP16, FP16), (E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2), (INT8, INT8)]
+KINDS = [OPERANDS[0], OPERANDS[2], OPERANDS[5]]  # one of each way to multiply
 LAYOUTS = ("tn", "tt", "nt", "nn")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def is_fp8(dtype: torch.dtype) -> bool:
+def is_scaled(dtype: torch.dtype) -> bool:
     return dtype.itemsize == 1
+
+
+def no_number(dtype: torch.dtype) -> float:
+    """What no result may depend on: NaN, and of integers the largest."""
+    return math.nan if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
 @dataclass
 class Product:
-    """The operands of a call of mm, or with FP8 of scaled_mm."""
+    """The operands of a call of mm, or with FP8 or INT8 of scaled_mm."""
 
     a: Tensor
     b: Tensor
     rest: dict[str, Tensor]
 
     def __call__(self, **options: Any) -> Tensor:
-        return (scaled_mm if is_fp8(self.a.dtype) else mm)(self.a, self.b, **self.rest, **options)
+        return (scaled_mm if is_scaled(self.a.dtype) else mm)(self.a, self.b, **self.rest, **options)
 
     def float64(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """a and b with their scales, and the bias."""
+        """a and b with their scales, and the bias. A zero point is one more k: a's is minus it, b's the sum."""
         a, b = self.a.double(), self.b.double()
-        if is_fp8(self.a.dtype):
+        if "sum_b" in self.rest:
+            zero_points = self.rest["zero_point_a"].double().reshape(-1, 1).expand(len(a), 1)
+            a, b = torch.cat([a, -zero_points], 1), torch.cat([b, self.rest["sum_b"].double()[None]])
+        if is_scaled(self.a.dtype):
             a = a * self.rest["scale_a"].double().reshape(-1, 1)
             b = b * self.rest["scale_b"].double().reshape(1, -1)
         return a, b, self.rest.get("bias")
@@ -80,7 +89,7 @@ class Product:
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         def values() -> list[Tensor]:
-            return [x.view(torch.uint8).clone() if is_fp8(x.dtype) else x.nan_to_num() for x in self.tensors()]
+            return [x.view(torch.uint8).clone() if is_scaled(x.dtype) else x.nan_to_num() for x in self.tensors()]
 
         before = values()
         yield
@@ -89,7 +98,7 @@ class Product:
 
 def views_of_vector(values: Tensor) -> dict[str, Tensor]:
     """The vector as it is, and at a stride with NaN in between."""
-    wide = torch.full((len(values), 3), math.nan, dtype=values.dtype, device=values.device)
+    wide = torch.full((len(values), 3), no_number(values.dtype), dtype=values.dtype, device=values.device)
     wide[:, 1] = values
     return {"contiguous": values, "strided": wide[:, 1]}
 
@@ -104,6 +113,7 @@ def make_product(
     exact: bool = True,
     bias: torch.dtype | None = FP32,
     scales: str = "vectors",
+    zero_point: bool = True,
     pitch: int | None = None,
     seed: int = 0,
     device: str = "cpu",
@@ -111,7 +121,7 @@ def make_product(
     """exact: integers and powers of two, so that every order of summation gives the same bits while k < 1000.
 
     pitch: lines of an operand begin at multiples of this many elements, with NaN in between, and with an odd seed
-    vectors have a stride.
+    vectors have a stride. scales: "vectors", or "one" for all rows, of INT8 also in the zero point.
     """
 
     def operand(rows: int, k: int, dtype: torch.dtype, k_inner: bool, seed: int) -> Tensor:
@@ -125,6 +135,9 @@ def make_product(
 
     generator = torch.Generator(device).manual_seed(seed)
 
+    def view(x: Tensor) -> Tensor:
+        return views_of_vector(x)["strided" if pitch and seed % 2 else "contiguous"]
+
     def vector(count: int, dtype: torch.dtype, positive: bool) -> Tensor:
         if exact:
             x = torch.randint(-2, 3, (count,), generator=generator, device=device).float()
@@ -132,16 +145,21 @@ def make_product(
         else:
             x = torch.rand(count, generator=generator, device=device)
             x = (x + 0.5) / 8 if positive else x - 0.5
-        return views_of_vector(x.to(dtype))["strided" if pitch and seed % 2 else "contiguous"]
+        return view(x.to(dtype))
 
     a = operand(m, k, types[0], layout[0] == "t", 3 * seed + 1)
     b = operand(n, k, types[1], layout[1] == "n", 3 * seed + 2).t()
     rest = {}
-    if is_fp8(types[0]):
+    if is_scaled(types[0]):
         vectors = scales == "vectors"
         rest = {"scale_a": vector(m if vectors else 1, FP32, True), "scale_b": vector(n if vectors else 1, FP32, True)}
     if bias:
         rest["bias"] = vector(n, bias, False)
+    if types[0] == INT8 and zero_point:
+        low, high = (-4, 5) if exact else (-128, 128)
+        count = m if scales == "vectors" else 1
+        points = torch.randint(low, high, (count,), generator=generator, device=device, dtype=torch.int32)
+        rest |= {"zero_point_a": view(points), "sum_b": view(b.t().sum(1, dtype=torch.int32))}
     return Product(a, b, rest)
 
 
@@ -173,7 +191,7 @@ def test_scaled_mm_by_hand(device: str, types: tuple[torch.dtype, torch.dtype]) 
 def test_rounds_once_after_the_bias(device: str, types: tuple[torch.dtype, torch.dtype]) -> None:
     # 257 is half-way between two BF16 numbers; rounded before the bias, the sum would be 256.
     a, w = tensor([[256, 1]], types[0], device), tensor([[1, 1]], types[1], device)
-    scales = [torch.ones((), device=device)] * 2 if is_fp8(types[0]) else []
+    scales = [torch.ones((), device=device)] * 2 if is_scaled(types[0]) else []
     op = scaled_mm if scales else mm
     assert op(a, w.t(), *scales, bias=tensor([1], FP32, device), out_dtype=BF16).tolist() == [[258]]
 
@@ -183,7 +201,7 @@ SIZES = [(1, 1, 1), (2, 3, 5), (1, 24, 80), (5, 40, 96), (33, 67, 130), (64, 72,
 
 @pytest.mark.parametrize(
     ("types", "layout"),
-    [*itertools.product(OPERANDS[:2], LAYOUTS), *zip(OPERANDS[2:], ("tn", "nn", "tn"), strict=True)],
+    [*itertools.product(OPERANDS[:2], LAYOUTS), *zip(OPERANDS[2:], ("tn", "nn", "tn", "nn"), strict=True)],
 )
 @pytest.mark.parametrize("size", SIZES)
 def test_exact_sums_are_exact(device: str, size: tuple[int, int, int], types: Any, layout: str) -> None:
@@ -203,7 +221,7 @@ def test_reference_is_within_the_bound_of_float64(types: Any, dtype: torch.dtype
 def test_default_dtypes(device: str) -> None:
     for types in OPERANDS:
         product = make_product(5, 16, 32, types, device=device)
-        assert product().dtype == (BF16 if is_fp8(types[0]) else types[0])
+        assert product().dtype == (BF16 if is_scaled(types[0]) else types[0])
         for dtype in OUTPUT:
             out = torch.empty(5, 16, dtype=dtype, device=device)
             assert product(out_dtype=dtype).dtype == product(out=out).dtype == dtype
@@ -231,9 +249,11 @@ def test_every_shape_of_scales(device: str, m: int, n: int) -> None:
 
 def test_each_scale_and_bias_moves_what_is_its_own(device: str) -> None:
     m, n = 6, 24
-    for types in (OPERANDS[0], OPERANDS[2]):
+    for types in KINDS:
         product = make_product(m, n, 64, types, device=device)
         product.a.fill_(1.0), product.b.fill_(1.0)
+        if "sum_b" in product.rest:
+            product.rest["zero_point_a"].fill_(3), product.rest["sum_b"].fill_(64)
         before = product(out_dtype=FP32)
         for name, values in product.rest.items():
             for i in range(len(values)):
@@ -241,15 +261,15 @@ def test_each_scale_and_bias_moves_what_is_its_own(device: str) -> None:
                 moved = product(out_dtype=FP32) != before
                 values[i] -= 1
                 want = torch.zeros_like(moved)
-                want[(i,) if name == "scale_a" else (slice(None), i)] = True
+                want[(i,) if name.endswith("_a") else (slice(None), i)] = True
                 assert torch.equal(moved, want), (name, i)
 
 
-@pytest.mark.parametrize("types", [OPERANDS[0], OPERANDS[1], OPERANDS[2]])
+@pytest.mark.parametrize("types", [*KINDS, OPERANDS[1]])
 @pytest.mark.parametrize("dtype", OUTPUT)
 def test_bias_of_every_type_and_stride(device: str, types: Any, dtype: torch.dtype) -> None:
     for bias in OUTPUT:
-        product = make_product(9, 40, 64, types, bias=bias, exact=False, device=device)
+        product = make_product(9, 40, 64, types, bias=bias, exact=False, zero_point=False, device=device)
         product.a.zero_()
         for view in views_of_vector(product.rest["bias"]).values():
             product.rest["bias"] = view
@@ -259,7 +279,7 @@ def test_bias_of_every_type_and_stride(device: str, types: Any, dtype: torch.dty
 
 
 def test_a_nan_stays_in_its_row_or_column(device: str) -> None:
-    for types, dtype in itertools.product(OPERANDS, (BF16, FP32)):
+    for types, dtype in itertools.product(OPERANDS[:5], (BF16, FP32)):
         healthy = make_product(12, 40, 96, types, device=device)
         want = healthy(out_dtype=dtype)
         product = make_product(12, 40, 96, types, device=device)
@@ -279,7 +299,8 @@ def test_a_nan_stays_in_its_row_or_column(device: str) -> None:
 def views_of(x: Tensor) -> dict[str, Tensor]:
     """x with other strides, and NaN in between; the fast kernels take the first three."""
     rows, columns = x.shape
-    nan = torch.full((2 * rows, 3 * columns), math.nan, device=x.device).to(x.dtype)
+    between = no_number(x.dtype)
+    wide = torch.full((2 * rows, 3 * columns), between, device=x.device).to(x.dtype)
     return {
         "as it is": x,
         "padded": padded(x, columns + 16, fill=math.nan),
@@ -288,11 +309,11 @@ def views_of(x: Tensor) -> dict[str, Tensor]:
         "odd pitch": padded(x, columns + 1, fill=math.nan),
         "misaligned": misaligned(x),
         "misaligned by 8 bytes": misaligned(x, 8 // x.dtype.itemsize),
-        "neither is contiguous": nan[::2, ::3].copy_(x),
+        "neither is contiguous": wide[::2, ::3].copy_(x),
     }
 
 
-@pytest.mark.parametrize("types", [OPERANDS[0], OPERANDS[2]])
+@pytest.mark.parametrize("types", KINDS)
 @pytest.mark.parametrize("name", views_of(torch.ones(2, 2)))
 def test_layouts_of_operands(device: str, types: Any, name: str) -> None:
     product = make_product(20, 48, 112, types, device=device)
@@ -300,14 +321,14 @@ def test_layouts_of_operands(device: str, types: Any, name: str) -> None:
     want = product.exact(BF16)
     product.a = views_of(a)[name]
     for other, view in views_of(weight).items():
-        if is_fp8(types[0]) and "column-major" in other:
-            continue  # a row-major FP8 b is refused
+        if is_scaled(types[0]) and "column-major" in other:
+            continue  # a row-major b is refused
         product.b = view.t()
         with product.unchanged():
             assert_same(product(), want)
 
 
-@pytest.mark.parametrize("types", [OPERANDS[0], OPERANDS[2]])
+@pytest.mark.parametrize("types", KINDS)
 def test_operands_that_share_memory(device: str, types: Any) -> None:
     for m, n, k in ((7, 24, 64), (70, 130, 48)):
         product = make_product(m, n, k, types, device=device)
@@ -322,7 +343,7 @@ def test_operands_that_share_memory(device: str, types: Any) -> None:
     assert_same(square(), square.exact(BF16))
 
 
-@pytest.mark.parametrize("types", [OPERANDS[0], OPERANDS[2]])
+@pytest.mark.parametrize("types", KINDS)
 @pytest.mark.parametrize("size", [(1, 24, 64), (6, 1, 64), (6, 24, 1), (1, 1, 64), (1, 24, 1), (1, 1, 1)])
 def test_the_stride_of_a_dimension_of_size_one_means_nothing(device: str, size: Any, types: Any) -> None:
     product = make_product(*size, types, device=device)
@@ -366,7 +387,7 @@ def outs(m: int, n: int, dtype: torch.dtype, device: str) -> dict[str, tuple[Ten
     }
 
 
-@pytest.mark.parametrize("types", [OPERANDS[0], OPERANDS[2]])
+@pytest.mark.parametrize("types", KINDS)
 @pytest.mark.parametrize("dtype", OUTPUT)
 @pytest.mark.parametrize(
     "size", [(1, 24, 64), (7, 40, 128), (66, 136, 64), (130, 67, 33), (130, 67, 64), (70, 44, 64), (6, 1, 64)]
@@ -398,7 +419,7 @@ def test_out_must_not_be_an_operand(device: str, name: str) -> None:
     assert product.data_ptr() == buffer[:, 128:].data_ptr()
 
 
-@pytest.mark.parametrize("types", [OPERANDS[0], OPERANDS[2]])
+@pytest.mark.parametrize("types", KINDS)
 @pytest.mark.parametrize("size", [(0, 24, 64), (5, 0, 64), (5, 24, 0), (0, 24, 0), (5, 0, 0), (0, 0, 64), (0, 0, 0)])
 def test_empty(device: str, size: tuple[int, int, int], types: Any) -> None:
     m, n, k = size
@@ -412,7 +433,7 @@ def test_empty(device: str, size: tuple[int, int, int], types: Any) -> None:
         if k == 0:  # torch gives a matrix without elements the strides of a row-major one
             product.b = torch.empty(k, n, dtype=types[1], device=device)
             assert_same(product(out_dtype=FP32), want)
-        if is_fp8(types[0]):
+        if is_scaled(types[0]):
             product.rest |= {"scale_a": torch.ones(m, 1, device=device), "scale_b": torch.ones(1, n, device=device)}
             assert_same(product(out_dtype=FP32), want)
     after = make_product(5, 24, 64, types, device=device)
@@ -445,8 +466,16 @@ RIGHT: dict[str, dict[str, Any]] = {
     },
 }
 FLOATS = "torch.bfloat16, torch.float16 or torch.float32"
+QUANTIZED = "torch.float8_e4m3fn, torch.float8_e5m2 or torch.int8"
 LIST = "`python tools/emit.py --list` prints them"
 HUGE = 2**31 - 1
+
+INTEGERS = {
+    "a": Spec((3, 16), INT8),
+    "b": Spec((16, 8), INT8, (1, 16)),
+    "zero_point_a": Spec((3, 1), torch.int32),
+    "sum_b": Spec((8,), torch.int32),
+}
 
 # What is passed in place of the right arguments, and the sentence that comes back after the op's name.
 WRONG: list[tuple[str, dict[str, Any], type[Exception], str]] = [
@@ -524,13 +553,13 @@ WRONG: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         "scaled_mm",
         {"a": Spec((3, 16))},
         TypeError,
-        "a is torch.bfloat16; it must be torch.float8_e4m3fn or torch.float8_e5m2",
+        f"a is torch.bfloat16; it must be {QUANTIZED}",
     ),
     (
         "scaled_mm",
         {"b": Spec((16, 8), torch.float8_e4m3fnuz, (1, 16))},
         TypeError,
-        "b is torch.float8_e4m3fnuz; it must be torch.float8_e4m3fn or torch.float8_e5m2",
+        f"b is torch.float8_e4m3fnuz; it must be {QUANTIZED}",
     ),
     (
         "scaled_mm",
@@ -599,6 +628,66 @@ WRONG: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         {"kernel": "mm_bf16_bf16_any"},
         ValueError,
         f"kernel is 'mm_bf16_bf16_any', which is not a kernel of scaled_mm; {LIST}",
+    ),
+    *(
+        (
+            "scaled_mm",
+            {"a": Spec((3, 16), a), "b": Spec((16, 8), b, (1, 16))},
+            TypeError,
+            f"a is {a} and b is {b}; both must be torch.int8, or neither",
+        )
+        for a, b in ((INT8, E4M3), (E5M2, INT8))
+    ),
+    (
+        "scaled_mm",
+        INTEGERS | {"b": Spec((16, 8), INT8, (8, 1))},
+        ValueError,
+        "b is [16, 8] with the strides [8, 1], so its rows are contiguous; its columns must be: pass w.t() of a "
+        "contiguous (n, k) weight w",
+    ),
+    *(
+        (
+            "scaled_mm",
+            {name: INTEGERS[name]},
+            ValueError,
+            f"{name} is {list(INTEGERS[name].shape)}; it must be None, since a and b are not torch.int8",
+        )
+        for name in ("zero_point_a", "sum_b")
+    ),
+    ("scaled_mm", INTEGERS | {"sum_b": None}, ValueError, "sum_b is None; it must be given where zero_point_a is"),
+    ("scaled_mm", INTEGERS | {"zero_point_a": None}, ValueError, "zero_point_a is None; it must be given where sum_b"),
+    *(
+        ("scaled_mm", INTEGERS | {name: Spec(shape, wrong)}, TypeError, f"{name} is {wrong}; it must be torch.int32")
+        for name, shape in (("zero_point_a", (3,)), ("sum_b", (8,)))
+        for wrong in (torch.int64, INT8, FP32)
+    ),
+    *(
+        (
+            "scaled_mm",
+            INTEGERS | {"zero_point_a": Spec(shape, torch.int32)},
+            ValueError,
+            f"zero_point_a is {list(shape)}; it must have one element, or be [3] or [3, 1], one element for each row "
+            "of a",
+        )
+        for shape in ((2,), (8,), (0,), (1, 3), (3, 3), (1, 1, 1))
+    ),
+    *(
+        (
+            "scaled_mm",
+            INTEGERS | {"sum_b": Spec(shape, torch.int32)},
+            ValueError,
+            f"sum_b is {list(shape)}; it must be [8], one element for each column of b",
+        )
+        for shape in ((7,), (1,), (), (1, 8), (8, 1))
+    ),
+    *(
+        (
+            "scaled_mm",
+            integers | {"a": Spec((3, most + 1), INT8), "b": Spec((most + 1, 8), INT8, (1, most + 1))},
+            ValueError,
+            f"k is {most + 1}; it must be at most {most}, so that the sums of int8 products fit int32",
+        )
+        for integers, most in ((INTEGERS, 2**16), ({}, 2**17 - 1))
     ),
 ]
 OPS = {"mm": mm, "scaled_mm": scaled_mm}
@@ -671,6 +760,86 @@ def test_a_kernel_that_does_not_take_the_problem_says_so() -> None:
     assert_same(product(kernel=name), product.exact(BF16))
 
 
+# INT8
+
+
+def of_int8(a: Tensor, b: Tensor, **rest: Any) -> Tensor:
+    """With scales of one, in float32."""
+    one = torch.ones((), device=a.device)
+    return scaled_mm(a, b, one, one, out_dtype=FP32, **rest)
+
+
+def test_int8_is_exact_at_the_ends_of_its_range(device: str) -> None:
+    """Where sums are as large as they can be, and where int32 would overflow with one more k."""
+    ends = (-128, 127)
+    for x, y, zero_point in itertools.product(ends, ends, (None, *ends)):
+        k = 2**17 - 1 if zero_point is None else 2**16
+        a, w = torch.full((3, k), x, dtype=INT8, device=device), torch.full((8, k), y, dtype=INT8, device=device)
+        rest = {}
+        if zero_point is not None:
+            rest["zero_point_a"] = torch.tensor(zero_point, dtype=torch.int32, device=device)
+            rest["sum_b"] = w.sum(1, dtype=torch.int32)
+        exact = torch.tensor(k * (x - (zero_point or 0)) * y, dtype=torch.float64, device=device)
+        assert_same(of_int8(a, w.t(), **rest), exact.float().expand(3, 8))
+
+
+@pytest.mark.parametrize("size", [(5, 24, 4096), (40, 72, 1000), (130, 48, 2064), (33, 65, 777)])
+def test_int8_sums_are_rounded_once(device: str, size: tuple[int, int, int]) -> None:
+    """To float32, after the zero point: the sums have more bits than it has."""
+    for zero_point in (False, True):
+        product = make_product(*size, (INT8, INT8), exact=False, bias=None, zero_point=zero_point, device=device)
+        product.rest |= {"scale_a": torch.full((1,), 4.0, device=device), "scale_b": torch.ones(1, device=device)}
+        a, b = product.a.cpu().long(), product.b.cpu().long()
+        if zero_point:
+            a = a - product.rest["zero_point_a"].cpu()[:, None]
+        want = a @ b
+        assert bool((want.abs() > 2**17).any())
+        got = product(out_dtype=FP32)
+        assert_same(got.cpu(), 4 * want.float())
+        assert_same(product(out_dtype=FP32, use_fast_accum=False), got)
+
+
+def test_int8_zero_points_of_every_shape(device: str) -> None:
+    for m, n in ((1, 1), (1, 24), (2, 24), (40, 72)):
+        product = make_product(m, n, 64, (INT8, INT8), device=device)
+        points = [torch.full(shape, 3, dtype=torch.int32, device=device) for shape in ((), (1,), (1, 1))]
+        for view in views_of_vector(product.rest["zero_point_a"]).values():
+            points += [view, view[:, None]]
+        points.append(torch.full((), -2, dtype=torch.int32, device=device).expand(m, 1))
+        sums = views_of_vector(product.rest["sum_b"]).values()
+        for product.rest["zero_point_a"], product.rest["sum_b"] in itertools.product(points, sums):
+            assert_same(product(), product.exact(BF16))
+
+
+def test_int8_of_an_asymmetric_activation(device: str) -> None:
+    """Between -1 and 7 there are twice as many steps with a zero point as without one."""
+    x = 8 * torch.rand(17, 256, generator=torch.Generator().manual_seed(0)) - 1
+    weight = torch.randn(40, 256, generator=torch.Generator().manual_seed(1))
+    step_w = weight.abs().amax(1) / 127
+    w = (weight / step_w[:, None]).round().to(INT8)
+    low, high = x.amin(1), x.amax(1)
+    step, point = (high - low) / 255, (-128 - low / ((high - low) / 255)).round().int()
+    q = (x / step[:, None] + point[:, None]).round().clamp(-128, 127).to(INT8)
+    w, q, step, step_w, point = (each.to(device) for each in (w, q, step, step_w, point))
+    d = scaled_mm(q, w.t(), step, step_w, zero_point_a=point, sum_b=w.sum(1, dtype=torch.int32), out_dtype=FP32)
+    dequantized = (w.double() * step_w[:, None]).t()
+    assert relative_error(d, (q.double() - point[:, None]) * step[:, None] @ dequantized) < 1e-6
+    assert relative_error(d.cpu(), x.double() @ dequantized.cpu()) < 4e-3
+
+
+def test_int8_vectors_are_looked_at_as_the_others_are(device: str) -> None:
+    product = make_product(4, 16, 32, (INT8, INT8), device=device)
+    kind = RuntimeError if device == "cuda" else ValueError
+    out = torch.zeros(4, 16, dtype=BF16, device=device)
+    for name, count in (("zero_point_a", 4), ("sum_b", 16)):
+        inside = out.view(torch.int32).flatten()[:count]
+        with pytest.raises(kind, match=rf"^scaled_mm: out lies in the memory of {name};"):
+            Product(product.a, product.b, product.rest | {name: inside})(out=out)
+        elsewhere = product.rest | {name: product.rest[name].to("meta" if device == "cpu" else "cpu")}
+        with pytest.raises(kind, match=rf"^scaled_mm: {name} is on (meta|cpu); it must be on the device of a, "):
+            Product(product.a, product.b, elsewhere)()
+
+
 # Fakes and torch.compile
 
 
@@ -688,7 +857,7 @@ def test_fakes_have_the_shape_dtype_and_strides_of_results(where: str, types: An
         assert fake.device.type == ("meta" if where == "meta" else "cpu")
 
 
-@pytest.mark.parametrize("types", [OPERANDS[0], OPERANDS[2]])
+@pytest.mark.parametrize("types", KINDS)
 @pytest.mark.parametrize("with_out", [False, True])
 def test_compiles_once_for_every_m(device: str, types: Any, with_out: bool) -> None:
     torch._dynamo.reset()
@@ -789,7 +958,7 @@ def test_kernel_is_exact(name: str) -> None:
     for i, (m, n, k, options) in enumerate(sizes_of(kernel)):
         dtype = outputs_of(kernel)[i % len(outputs_of(kernel))]
         scales, bias = ("vectors", "vectors", "one")[i % 3], (FP32, BF16, None, FP16)[i % 4]
-        product = make_for(kernel, m, n, k, scales=scales, bias=bias, seed=i)
+        product = make_for(kernel, m, n, k, scales=scales, bias=bias, zero_point=i % 5 != 1, seed=i)
         places = places_of(kernel, m, n, dtype) if m * n < 2**16 else {"padded": outs(m, n, dtype, "cuda")["padded"]}
         want = product.exact(dtype)
         for place, (out, check) in places.items():
@@ -814,6 +983,13 @@ def fp8_bound(product: Product, dtype: torch.dtype, every: int) -> Tensor:
     return gemm_bound(a, b, dtype, bias) + 33 * every / 32 * 2.0**-12 * largest.sum(-1)
 
 
+def int8_bound(product: Product, dtype: torch.dtype) -> Tensor:
+    """Bound of the error of exact sums: float32 rounds them, both products with a scale and the sum with the bias."""
+    a, b, bias = product.float64()
+    in_float32 = 4 * gemm_reference(a, b).abs() + 2 * gemm_reference(a, b, bias).abs()
+    return gemm_bound(a, b, dtype, bias, c=0.0) + 2.0**-24 * in_float32
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernel_keeps_its_bound_and_its_bits(name: str) -> None:
@@ -828,7 +1004,9 @@ def test_kernel_keeps_its_bound_and_its_bits(name: str) -> None:
         options = f"{name}:split=4" if split else name
         product(out=out, kernel=options)
         reference = gemm_reference(*product.float64())
-        if kernel.gemm.op == "mm" or isinstance(tile, AnyShape):
+        if kernel.gemm.a == "int8":
+            bound = int8_bound(product, dtype)
+        elif kernel.gemm.op == "mm" or isinstance(tile, AnyShape):
             bound = gemm_bound(*product.float64()[:2], dtype, product.rest["bias"])
         else:
             every = k + -k % 32 if kernel.gemm.fast_accum else 128
@@ -848,7 +1026,8 @@ def test_kernel_error_over_a_long_k(name: str) -> None:
     product = make_for(kernel, m, n, k)
     generator = torch.Generator("cuda").manual_seed(1)
     for x in (product.a, product.b):
-        x.copy_(torch.randn(x.shape, generator=generator, device="cuda"))
+        values = torch.randn(x.shape, generator=generator, device="cuda")
+        x.copy_(values if x.is_floating_point() else values * 2)  # small, so that no d of FP16 is infinite
     dtype = outputs_of(kernel)[0]
     if kernel.gemm.op == "mm":
         limit = {BF16: 2e-3, FP16: 3e-4, FP32: 1e-5}[dtype]
@@ -1033,7 +1212,7 @@ for d, want in zip(got, f(x.cpu(), w.cpu(), q.cpu(), s.cpu())):
 def test_another_than_the_current_device(types: Any) -> None:
     for m in (3, 200):
         product = make_product(m, 72, 64, types, device="cuda:1")
-        assert_same(product(), product.exact(BF16 if is_fp8(types[0]) else types[0]))
+        assert_same(product(), product.exact(BF16 if is_scaled(types[0]) else types[0]))
     assert torch.cuda.current_device() == 0
     with pytest.raises(RuntimeError, match=r"b is on cuda:0; it must be on the device of a, cuda:1"):
         Product(product.a, product.b.to("cuda:0"), product.rest)()
@@ -1043,9 +1222,10 @@ def test_another_than_the_current_device(types: Any) -> None:
 @pytest.mark.parametrize("types", OPERANDS)
 @pytest.mark.parametrize(("n", "k"), [(272, 528), (1160, 176)])
 def test_where_the_plan_changes_kernels(types: Any, n: int, k: int) -> None:
-    fp8 = is_fp8(types[0])
-    a, b, d = (plan.DTYPES[dtype] for dtype in (*types, BF16 if fp8 else types[0]))
-    rows = plan.plan(plan.Problem("scaled_mm" if fp8 else "mm", a, b, d, n, k, fast_accum=fp8))
+    scaled = is_scaled(types[0])
+    a, b, d = (plan.DTYPES[dtype] for dtype in (*types, BF16 if scaled else types[0]))
+    fast_accum = scaled and types[0] != INT8
+    rows = plan.plan(plan.Problem("scaled_mm" if scaled else "mm", a, b, d, n, k, fast_accum=fast_accum))
     limits = [row.m_limit for row in rows if row.m_limit < plan.NO_LIMIT]
     for m in sorted({1, *limits, *(limit + 1 for limit in limits)}):
         product = make_product(m, n, k, types, device="cuda")

@@ -21,7 +21,7 @@ from cutegemm.variants import KERNELS, AnyShape, Decode
 
 PAIRS = {
     "mm": [("bf16", "bf16"), ("fp16", "fp16")],
-    "scaled_mm": [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")],
+    "scaled_mm": [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2"), ("int8", "int8")],
 }
 TUNED = sorted((Path(plan.__file__).parent / "tuned").glob("*.json"))
 
@@ -77,8 +77,8 @@ def test_plans_of_common_problems_are_whole(n: int, k: int) -> None:
     for kind in KINDS[::7]:
         check(Problem(n=n, k=k, **kind))
     for a, b in itertools.chain(*PAIRS.values()):
-        op = "scaled_mm" if a in ("e4m3", "e5m2") else "mm"
-        check(Problem(op, a, b, "bf16", n, k, fast_accum=op == "scaled_mm"))
+        fp8 = a in ("e4m3", "e5m2")
+        check(Problem("scaled_mm" if fp8 or a == "int8" else "mm", a, b, "bf16", n, k, fast_accum=fp8))
 
 
 @settings(max_examples=60)
@@ -114,11 +114,11 @@ def test_parts_of_k_are_whole_pieces_of_16_bytes(k: int) -> None:
 
 
 def test_few_tokens_take_decode_and_many_take_tiles() -> None:
-    for op, a in (("mm", "bf16"), ("scaled_mm", "e4m3")):
-        problem = Problem(op, a, a, "bf16", 4096, 4096, fast_accum=op == "scaled_mm")
+    for op, a in (("mm", "bf16"), ("scaled_mm", "e4m3"), ("scaled_mm", "int8")):
+        problem = Problem(op, a, a, "bf16", 4096, 4096, fast_accum=a == "e4m3")
         assert isinstance(KERNELS[choose(problem, 1).kernel].tile, Decode)
         assert not isinstance(KERNELS[choose(problem, 8192).kernel].tile, Decode)
-        ragged = Problem(op, a, a, "bf16", 4096, 4095, fast_accum=op == "scaled_mm", aligned=False)
+        ragged = Problem(op, a, a, "bf16", 4096, 4095, fast_accum=a == "e4m3", aligned=False)
         assert [is_any(row.choice) for row in plan.plan(ragged)] == [True]
 
 
@@ -225,9 +225,22 @@ def test_explain_knows_what_is_not_aligned() -> None:
     assert "_any" not in explain("mm", 63, 64, 1)
 
 
-def test_explain_refuses_what_is_no_op() -> None:
+def test_explain_int8() -> None:
+    text = explain("scaled_mm", 4096, 4096, dtype=torch.int8)
+    assert text.startswith("scaled_mm of int8 to bf16, n = 4096, k = 4096 on NVIDIA H200: by the cost model\n")
+    assert all(line.split()[-1].startswith("scaled_mm_int8_int8_") for line in text.splitlines()[1:])
+    assert text == explain("scaled_mm", 4096, 4096, dtype=torch.int8, use_fast_accum=False)
+
+
+def test_explain_refuses_what_no_op_takes() -> None:
     with pytest.raises(ValueError, match=r"explain: op is 'matmul'; it must be 'mm' or 'scaled_mm'"):
         explain("matmul", 64, 64)
+    with pytest.raises(ValueError, match=r"explain: dtype is torch.int8; it must be torch.bfloat16, torch.float16$"):
+        explain("mm", 64, 64, dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"explain: dtype is torch.float16; it must be .*, torch.int8$"):
+        explain("scaled_mm", 64, 64, dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"explain: out_dtype is torch.int8; it must be .*, torch.float32$"):
+        explain("scaled_mm", 64, 64, out_dtype=torch.int8)
 
 
 # What Python and csrc/dispatch.cpp tell each other
@@ -376,6 +389,18 @@ def test_a_request_that_is_not_in_order_is_answered_with_the_sentence(dispatcher
     )
     assert dispatcher.rows == []
     assert ask(a=A, b=B[1:], size=12) == "mm: a is [5"  # the end of a longer text is lost, and nothing beyond written
+
+
+def test_a_request_with_a_zero_point(dispatcher: Dispatcher) -> None:
+    ones = torch.ones(1)
+    int8 = {"a": A.to(torch.int8), "b": B.to(torch.int8), "scaled": 1, "scale_a": ones, "scale_b": ones}
+    points, sums = torch.zeros(5, 1, dtype=torch.int32), torch.zeros(512, dtype=torch.int32)
+    assert ask(**int8, zero_point_a=points, sum_b=sums) == ""
+    problem = Problem("scaled_mm", "int8", "int8", "bf16", 512, 1024)
+    assert dispatcher.rows == [(row.m_limit, *row.choice) for row in plan.plan(problem)]
+    assert dispatcher.key == (0, 6, 6, 2)
+    assert ask(**int8, zero_point_a=points) == "scaled_mm: sum_b is None; it must be given where zero_point_a is"
+    assert ask(**int8, zero_point_a=points[1:], sum_b=sums).startswith("scaled_mm: zero_point_a is [4, 1]; it must")
 
 
 def test_what_goes_wrong_in_python_reaches_the_caller(dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch) -> None:

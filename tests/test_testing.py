@@ -33,6 +33,15 @@ def test_exact_operands_multiply_exactly(dtype: torch.dtype) -> None:
     assert sorted(set(a.flatten().tolist())) == list(range(-4, 5))
 
 
+def test_integer_operands_have_the_whole_range_and_no_nan_between_their_rows() -> None:
+    x = testing.make_operand(40, 300, torch.int8)
+    assert (int(x.min()), int(x.max())) == (-128, 127)
+    assert not x[1].any() and x[0].any() and x[2].any()
+    assert testing.make_operand(3, 300, torch.int8)[1].any()
+    gap = testing.padded(x, 304, fill=math.nan).as_strided((40, 4), (304, 1), 300)
+    assert bool((gap == 127).all())
+
+
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8])
 def test_views(dtype: torch.dtype) -> None:
     x = torch.arange(12, dtype=torch.float32).view(3, 4).to(dtype)

@@ -60,8 +60,9 @@ def test_every_field_is_in_the_name() -> None:
     names += [Kernel(dataclasses.replace(gemm, **other), tile).name for other in others]
     assert len(set(names)) == len(names)
     assert names[0] == "mm_bf16_bf16_bf16_64x128x64_1x1_pingpong"
-    # The epilogue is no part of the name, so an op has one.
-    assert len({(gemm.op, gemm.epilogue) for gemm in GEMMS}) == len({gemm.op for gemm in GEMMS})
+    # The epilogue is no part of the name, so an op has one for each pair of types.
+    pairs = {(gemm.op, gemm.a, gemm.b) for gemm in GEMMS}
+    assert len({(gemm.op, gemm.a, gemm.b, gemm.epilogue) for gemm in GEMMS}) == len(pairs)
 
 
 def test_declarations_are_values() -> None:
@@ -105,6 +106,7 @@ def test_tile_is_one_that_wgmma_and_tma_have(name: str) -> None:
     assert tile.schedule in ("pingpong", "cooperative", "warpspecialized")
     assert tile.m % (128 if tile.schedule == "cooperative" else 64) == 0
     assert tile.n % 8 == 0 and 8 <= tile.n <= 256
+    assert kernel.gemm.accumulator == "fp32" or tile.n in (8, 24) or tile.n % 16 == 0  # integer wgmma has no others
     # Lines of a tile are 128 bytes, the widest that TMA swizzles and wgmma reads; FP8 must have k innermost.
     assert tile.k * operand_bytes(kernel) % 128 == 0
     assert operand_bytes(kernel) > 1 or kernel.gemm.layout == "tn"
@@ -121,7 +123,7 @@ def test_tile_fits_registers_and_shared_memory(name: str) -> None:
     # A thread of a warpgroup has 240 registers, of which some 60 are for all but its sums. Promoted FP8 sums are there
     # twice.
     sums = tile.m * tile.n // (2 if tile.schedule == "cooperative" else 1)
-    promoted = kernel.gemm.op == "scaled_mm" and not kernel.gemm.fast_accum
+    promoted = kernel.gemm.op == "scaled_mm" and kernel.gemm.a != "int8" and not kernel.gemm.fast_accum
     assert sums * (2 if promoted else 1) <= 180 * 128
     stage = (tile.m + tile.n) * tile.k * operand_bytes(kernel)
     rows = min(tile.m, 128 if tile.schedule == "cooperative" else 64)

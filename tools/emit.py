@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 
 from cutegemm.epilogues import EPILOGUES, OPERANDS
@@ -34,11 +35,14 @@ CPP_TYPES = {
     "fp32": "float",
     "e4m3": "cutlass::float_e4m3_t",
     "e5m2": "cutlass::float_e5m2_t",
+    "int8": "int8_t",
+    "int32": "int32_t",
 }
 # CUTLASS has wgmma of every width that is a multiple of 8, but unless it is told to use the others it builds them from
 # these: 144 of nine times 16, each of which reads the whole of the other operand again.
 WGMMA_WIDTHS = (8, 16, 32, 64, 96, 128, 192, 256)
-BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "e4m3": 8, "e5m2": 8}
+BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "e4m3": 8, "e5m2": 8, "int8": 8, "int32": 32}
+LIBRARY_TYPES = {"fp16": "f16", "fp32": "f32", "int8": "s8", "int32": "s32"}  # where cutlass_library has other names
 
 
 @contextmanager
@@ -53,10 +57,21 @@ def _elsewhere() -> Iterator[None]:
             os.chdir(here)
 
 
+def type_of(operand: str) -> str:
+    """In C++: an integer where its value when absent is one."""
+    return {float: "float", int: "int32_t"}[type(OPERANDS[operand].absent)]
+
+
+def absent(operand: str) -> str:
+    """Its value when absent, as a C++ literal of its type."""
+    value = OPERANDS[operand].absent
+    return f"{value}f" if isinstance(value, float) else str(value)
+
+
 class Epilogue:
     """An epilogue function, traced once: as an EVT type, as its arguments, and as a plain expression."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, accumulator: str) -> None:
         with _elsewhere():
             from cutlass_cppgen.backend.evt.ir.tensor import Tensor
             from cutlass_cppgen.epilogue import trace
@@ -68,6 +83,7 @@ class Epilogue:
         # The tracer tells a row from a column by the shape alone, so the sides must differ.
         m, n = 128, 96
         function = EPILOGUES[name]
+        self.accumulator = CPP_TYPES[accumulator]
         self.operands = function.__code__.co_varnames[1 : function.__code__.co_argcount]
         examples = {"accum": example(m, n), "D": example(m, n)}
         for operand in self.operands:
@@ -78,8 +94,16 @@ class Epilogue:
     def _inputs(self, node: str) -> list[str]:
         return list(self.graph.get_all_inputs(node))
 
+    def _type(self, node: str) -> str:
+        """What C++, and torch, makes of a node's inputs."""
+        if node == "accum":
+            return self.accumulator
+        if node in OPERANDS:
+            return type_of(node)
+        return "float" if "float" in map(self._type, self._inputs(node)) else "int32_t"
+
     def evt(self, swap: bool, d: str, node: str | None = None) -> str:
-        """The type. The root's result has d's type, everything inside is FP32."""
+        """The type. The root's result has d's type, everything inside its own."""
         from cutlass_cppgen.backend.library import op_tag
 
         if node is None:
@@ -88,10 +112,12 @@ class Epilogue:
             return "cutlass::epilogue::fusion::Sm90AccFetch"
         if node in OPERANDS:
             along = "N" if (OPERANDS[node].along == "n") != swap else "M"
-            return f"cutegemm::VectorBroadcast<cutegemm::Along::{along}, TileShape>"
+            element = "" if type_of(node) == "float" else f", {type_of(node)}"
+            return f"cutegemm::VectorBroadcast<cutegemm::Along::{along}, TileShape{element}>"
         tag = op_tag(self.graph.get_node_meta(node).fn)
         children = "".join(f",\n{self.evt(swap, d, child)}" for child in self._inputs(node)).replace("\n", "\n  ")
-        compute = f"{tag}, float, float, cutlass::FloatRoundStyle::round_to_nearest"
+        of = self._type(node)
+        compute = f"{tag}, {of}, {of}, cutlass::FloatRoundStyle::round_to_nearest"
         return f"cutlass::epilogue::fusion::Sm90EVT<\n  cutlass::epilogue::fusion::Sm90Compute<{compute}>{children}>"
 
     def arguments(self, node: str | None = None) -> str:
@@ -100,7 +126,7 @@ class Epilogue:
         if node == "accum":
             return "{}"
         if node in OPERANDS:
-            return f"{{call.{node}, {OPERANDS[node].absent}f}}"
+            return f"{{call.{node}, {absent(node)}}}"
         return "{" + ", ".join([self.arguments(child) for child in self._inputs(node)] + ["{}"]) + "}"
 
     def expression(self, node: str | None = None) -> str:
@@ -118,17 +144,17 @@ class Epilogue:
 
 
 @cache
-def epilogue(name: str) -> Epilogue:
-    return Epilogue(name)
+def epilogue(name: str, accumulator: str) -> Epilogue:
+    return Epilogue(name, accumulator)
 
 
-def formula(name: str) -> str:
+def formula(name: str, accumulator: str) -> str:
     """The epilogue for kernels that are not CUTLASS's: the operands of a row, those of a column, and the formula."""
-    sides = []
+    traced, sides = epilogue(name, accumulator), []
     for side, along in (("Row", "m"), ("Column", "n")):
-        names = [operand for operand in epilogue(name).operands if OPERANDS[operand].along == along]
-        members = f"    float {', '.join(names)};\n" if names else ""
-        loads = ", ".join(f"cutegemm::load(call.{each}, {along}, {OPERANDS[each].absent}f)" for each in names)
+        names = [operand for operand in traced.operands if OPERANDS[operand].along == along]
+        members = "".join(f"    {each} {', '.join(of_type)};\n" for each, of_type in groupby(names, type_of))
+        loads = ", ".join(f"cutegemm::load(call.{each}, {along}, {absent(each)})" for each in names)
         sides.append(f"""\
   struct {side} {{
 {members}  }};
@@ -140,8 +166,8 @@ def formula(name: str) -> str:
 // epilogues/{name}.py
 struct Formula {{
 {"".join(sides)}\
-  static __device__ __forceinline__ float apply(float accum, const Row& row, const Column& column) {{
-    return {epilogue(name).expression()};
+  static __device__ __forceinline__ float apply({traced.accumulator} accum, const Row& row, const Column& column) {{
+    return {traced.expression()};
   }}
 }};
 """
@@ -154,7 +180,7 @@ def collectives(kernel: Kernel, d: str, functor: str) -> str:
 
     gemm, tile = kernel.gemm, kernel.tile
     assert isinstance(tile, Tile)
-    types = {name: getattr(lib.DataType, {"fp16": "f16", "fp32": "f32"}.get(name, name)) for name in CPP_TYPES}
+    types = {name: getattr(lib.DataType, LIBRARY_TYPES.get(name, name)) for name in CPP_TYPES}
     row, column = lib.LayoutType.RowMajor, lib.LayoutType.ColumnMajor
 
     a = (gemm.a, row if gemm.layout[0] == "t" else column)
@@ -172,7 +198,7 @@ def collectives(kernel: Kernel, d: str, functor: str) -> str:
         [64, tile.n, 256 // BITS[gemm.a]],
         types[a[0]],
         types[b[0]],
-        lib.DataType.f32,
+        types[gemm.accumulator],
         lib.OpcodeClass.TensorOp,
         lib.MathOperation.multiply_add,
     )
@@ -217,24 +243,25 @@ def collectives(kernel: Kernel, d: str, functor: str) -> str:
 def universal(kernel: Kernel) -> str:
     gemm, tile = kernel.gemm, kernel.tile
     assert isinstance(tile, Tile)
-    d = gemm.d or "fp32"
+    d = gemm.d or gemm.accumulator
+    traced = epilogue(gemm.epilogue, gemm.accumulator)
     shape = f"using TileShape = cute::Shape<cute::_{tile.m}, cute::_{tile.n}, cute::_{tile.k}>;\n"
     if tile.split:
         # The parts of k meet in the second launch, so only that one has the epilogue.
-        fusion = "cutlass::epilogue::fusion"
+        fusion, of = "cutlass::epilogue::fusion", traced.accumulator
         functor = (
-            f"{fusion}::Sm90EVT<{fusion}::Sm90Compute<cutlass::epilogue::thread::Identity, float, float, "
+            f"{fusion}::Sm90EVT<{fusion}::Sm90Compute<cutlass::epilogue::thread::Identity, {of}, {of}, "
             f"cutlass::FloatRoundStyle::round_to_nearest>, {fusion}::Sm90AccFetch>"
         )
-        extra = formula(gemm.epilogue)
+        extra = formula(gemm.epilogue, gemm.accumulator)
         members, launcher = "  using Formula = ::Formula;\n", "UniversalSplit"
     else:
-        functor = epilogue(gemm.epilogue).evt(tile.swap, CPP_TYPES[d])
+        functor = traced.evt(tile.swap, CPP_TYPES[d])
         extra = f"// epilogues/{gemm.epilogue}.py\nusing Epilogue = {functor};\n"
         functor = "Epilogue"
         members = f"""\
   static Epilogue::Arguments epilogue(const cutegemm_call& call) {{
-    return {epilogue(gemm.epilogue).arguments()};
+    return {traced.arguments()};
   }}
 """
         launcher = "Universal"
@@ -260,18 +287,18 @@ def decode(kernel: Kernel) -> str:
     return f"""\
 #include "decode.cuh"
 
-{formula(gemm.epilogue)}
+{formula(gemm.epilogue, gemm.accumulator)}
 CUTEGEMM_KERNEL_FILE("{kernel.name}", cutegemm::Decode<{types}, {kernel.tile.tokens}, Formula>)
 """
 
 
 def any_shape(kernel: Kernel) -> str:
     gemm = kernel.gemm
-    operand = {"bf16": "__nv_bfloat16", "fp16": "__half", "fp8": "__nv_fp8_storage_t"}[gemm.a]
+    operand = {"bf16": "__nv_bfloat16", "fp16": "__half", "fp8": "__nv_fp8_storage_t", "int8": "int8_t"}[gemm.a]
     return f"""\
 #include "gemm_any.cuh"
 
-{formula(gemm.epilogue)}
+{formula(gemm.epilogue, gemm.accumulator)}
 CUTEGEMM_KERNEL_FILE("{kernel.name}", cutegemm::any::AnyShape<{operand}, Formula>)
 """
 

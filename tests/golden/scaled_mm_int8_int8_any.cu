@@ -1,0 +1,25 @@
+// Emitted by tools/emit.py from cutegemm/variants.py.
+#include "gemm_any.cuh"
+
+// epilogues/asymmetric.py
+struct Formula {
+  struct Row {
+    float scale_a;
+    int32_t zero_point_a;
+  };
+  static __device__ __forceinline__ Row row(const cutegemm_call& call, int m) {
+    return {cutegemm::load(call.scale_a, m, 1.0f), cutegemm::load(call.zero_point_a, m, 0)};
+  }
+  struct Column {
+    float scale_b, bias;
+    int32_t sum_b;
+  };
+  static __device__ __forceinline__ Column column(const cutegemm_call& call, int n) {
+    return {cutegemm::load(call.scale_b, n, 1.0f), cutegemm::load(call.bias, n, 0.0f), cutegemm::load(call.sum_b, n, 0)};
+  }
+  static __device__ __forceinline__ float apply(int32_t accum, const Row& row, const Column& column) {
+    return ((row.scale_a * (column.scale_b * (accum - (row.zero_point_a * column.sum_b)))) + column.bias);
+  }
+};
+
+CUTEGEMM_KERNEL_FILE("scaled_mm_int8_int8_any", cutegemm::any::AnyShape<int8_t, Formula>)
