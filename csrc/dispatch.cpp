@@ -132,23 +132,6 @@ bool aligned16(const void* data, int64_t stride, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride * bytes % 16 == 0;
 }
 
-// Whether writing out would change x: only where that is plain to see, since views may interleave without touching.
-bool is_in_memory_of(const Tensor& out, const Tensor& x) {
-  struct Span {
-    uintptr_t begin, end;
-    bool dense;
-  };
-  auto const span = [](const Tensor& t) {
-    int64_t last = 0;
-    for (int64_t i = 0; i < t.dim(); ++i) last += (t.size(i) - 1) * t.stride(i);
-    uintptr_t const begin = reinterpret_cast<uintptr_t>(t.data_ptr());
-    return Span{begin, begin + uintptr_t(last + 1) * t.element_size(), last + 1 == t.numel()};
-  };
-  if (out.numel() == 0 || x.numel() == 0) return false;
-  Span const a = span(out), b = span(x);
-  return a.begin < b.end && b.begin < a.end && (a.begin == b.begin || (a.dense && b.dense));
-}
-
 // Takes an operand of `rows` by k apart: 0 if k is contiguous, 1 if the rows are, kOtherLayout if neither is.
 uint8_t orient(int64_t rows, int64_t k, int64_t& row_stride, int64_t& k_stride) {
   if (k_stride == 1 || k == 1) {
@@ -325,6 +308,7 @@ void run(const Problem& p, cutegemm_call& call, const Key& key, void* d, const D
   }
   call.d = d;
   call.options = row->options;
+  if (!chain_launches.load(std::memory_order_relaxed)) call.options.no_chain = 1;
   call.sm_count = multiprocessors(device.index);
   call.stream = device.stream;
   std::optional<Tensor> workspace;

@@ -11,6 +11,7 @@
 #pragma once
 #include <cuda_runtime.h>
 
+#include "chain.cuh"
 #include "kernel_abi.h"
 
 namespace cutegemm {
@@ -45,13 +46,6 @@ inline const char* error_text(int32_t code) {
     default:
       return code >= 0 ? cudaGetErrorString(static_cast<cudaError_t>(code)) : "unknown code of a kernel file";
   }
-}
-
-// Waits until the kernel before this one on the stream has finished and its writes can be seen.
-__device__ __forceinline__ void wait_for_previous_kernel() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
 }
 
 // Launches on call.stream, in clusters along x. Unless call.options.no_chain, the kernel may start while the one before

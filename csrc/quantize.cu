@@ -1,220 +1,293 @@
-// FP8 (e4m3) quantization. The bits are those of the reference in quantize.py: amax is exact, both divisions are IEEE
-// (this file must not be compiled with fast math), and the cast rounds to nearest even.
-#include <cuda_fp8.h>
-
-#include <algorithm>
-
-#include "torch_op.h"
+// Quantization to FP8 and INT8: see quantize.py, whose bits these kernels have. So both divisions are IEEE's, this file
+// must not be compiled with fast math, and a maximum does not depend on the order of its values.
+#include "row_op.cuh"
 
 namespace cutegemm {
 namespace {
 
-constexpr float kE4m3Max = 448.f;
-constexpr float kAmaxFloor = 0x1p-40f;
-constexpr int kMaxThreads = 512;
-constexpr int64_t kSpan = 8192;  // elements that a block takes at a time when all of x has one scale
-constexpr int64_t kMaxGrid = (int64_t(1) << 31) - 1;
+constexpr int kThreads = 256;
+constexpr int kBlock = 128;  // rows and columns that have one scale with granularity "block"
 
-template <class T, int V>
-struct alignas(sizeof(T) * V < 16 ? sizeof(T) * V : 16) Pack {
-  T value[V];
+// Spans of rows, which are dealt to as many blocks as keep the memory busy, 4 chunks of each thread at a time.
+struct Spans {
+  static constexpr int kChunks = 4, kStep = kThreads * kChunk;
+  int64_t a_row, count;
+
+  Spans(int64_t rows, int64_t size) : a_row((size + kStep * kChunks - 1) / (kStep * kChunks)), count(rows * a_row) {}
+  int64_t blocks(const DeviceOf& device) const { return std::min<int64_t>(count, device.sm_count() * 4); }
+
+  // Calls f(chunks), with zeros after the end of a row.
+  template <class T, class F>
+  __device__ __forceinline__ void each(const RowsOf<const T>& x, int64_t size, F f) const {
+    for (int64_t i = blockIdx.x; i < count; i += gridDim.x) {
+      const int64_t row = a_row == 1 ? i : i / a_row;
+      const int64_t column = (i - row * a_row) * kStep * kChunks + threadIdx.x * kChunk;
+      const int left = int(min(size - column, int64_t(1) << 30));
+      Chunk<T> held[kChunks];
+#pragma unroll
+      for (int j = 0; j < kChunks; ++j) {
+        held[j] = load_chunk<false>(x.at(row, column + j * kStep), left - j * kStep, x.wide);
+      }
+      f(held);
+    }
+  }
 };
 
-template <class T, int V>
-__device__ __forceinline__ Pack<T, V> load(const T* p) {
-  return *reinterpret_cast<const Pack<T, V>*>(p);
-}
-
-// The bits of nonnegative floats are ordered as the floats are. NaN and Inf count as zero.
+// The largest magnitude of what a block has seen into amax[block].
 template <class T>
-__device__ __forceinline__ unsigned finite_magnitude(T x) {
-  const unsigned bits = __float_as_uint(static_cast<float>(x)) & 0x7fffffffu;
-  return bits < 0x7f800000u ? bits : 0u;
-}
-
-// Saturates, so that Inf becomes 448; NaN becomes 0x7f.
-__device__ __forceinline__ uint8_t to_e4m3(float x) { return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3); }
-
-// This thread's share of n elements, read V at a time.
-template <class T, int V>
-__device__ __forceinline__ unsigned amax_of(const T* x, int64_t n) {
-  unsigned amax = 0;
-  const int64_t whole = n / V * V;
-  for (int64_t i = int64_t(threadIdx.x) * V; i < whole; i += int64_t(blockDim.x) * V) {
-    const Pack<T, V> pack = load<T, V>(x + i);
-#pragma unroll
-    for (int j = 0; j < V; ++j) amax = max(amax, finite_magnitude(pack.value[j]));
-  }
-  for (int64_t i = whole + threadIdx.x; i < n; i += blockDim.x) amax = max(amax, finite_magnitude(x[i]));
-  return amax;
-}
-
-template <class T, int V>
-__device__ __forceinline__ void quantize(const T* x, int64_t n, float scale, uint8_t* q) {
-  const int64_t whole = n / V * V;
-  for (int64_t i = int64_t(threadIdx.x) * V; i < whole; i += int64_t(blockDim.x) * V) {
-    const Pack<T, V> pack = load<T, V>(x + i);
-    Pack<uint8_t, V> codes;
-#pragma unroll
-    for (int j = 0; j < V; ++j) codes.value[j] = to_e4m3(__fdiv_rn(static_cast<float>(pack.value[j]), scale));
-    *reinterpret_cast<Pack<uint8_t, V>*>(q + i) = codes;
-  }
-  for (int64_t i = whole + threadIdx.x; i < n; i += blockDim.x)
-    q[i] = to_e4m3(__fdiv_rn(static_cast<float>(x[i]), scale));
-}
-
-// Every thread of the block gets the largest value; blocks are of whole warps.
-__device__ __forceinline__ unsigned block_max(unsigned value) {
-  __shared__ unsigned of_warp[kMaxThreads / 32];
-  value = __reduce_max_sync(~0u, value);
-  __syncthreads();  // the threads have read what an earlier call left here
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
-  __syncthreads();
-  const unsigned lane = threadIdx.x % 32;
-  return __reduce_max_sync(~0u, lane < blockDim.x / 32 ? of_warp[lane] : 0u);
-}
-
-__device__ __forceinline__ float scale_of(unsigned amax) {
-  return __fdiv_rn(fmaxf(__uint_as_float(amax), kAmaxFloor), kE4m3Max);
-}
-
-// One block a row at a time. given: the scales, or null.
-template <class T, int V>
-__global__ void __launch_bounds__(kMaxThreads)
-    quantize_rows(const T* x, Rows rows, const float* given, float* scales, uint8_t* q) {
-  for (int64_t row = blockIdx.x; row < rows.count; row += gridDim.x) {
-    const T* from = x + row * rows.stride;
-    const float scale = given ? given[row] : scale_of(block_max(amax_of<T, V>(from, rows.size)));
-    if (threadIdx.x == 0) scales[row] = scale;
-    quantize<T, V>(from, rows.size, scale, q + row * rows.size);
-  }
-}
-
-// Calls f(row, first column, number of columns) for this block's spans.
-template <class F>
-__device__ __forceinline__ void for_spans(const Rows& rows, F f) {
-  const int64_t spans = (rows.size + kSpan - 1) / kSpan;
-  for (int64_t i = blockIdx.x; i < rows.count * spans; i += gridDim.x) {
-    const int64_t row = i / spans, column = (i - row * spans) * kSpan;
-    f(row, column, min(kSpan, rows.size - column));
-  }
-}
-
-// amax must be zero before. A maximum does not depend on the order in which the blocks come.
-template <class T, int V>
-__global__ void __launch_bounds__(kMaxThreads) amax_of_tensor(const T* x, Rows rows, unsigned* amax) {
+__global__ void __launch_bounds__(kThreads)
+    amax_of_spans(const __grid_constant__ Spans spans, RowsOf<const T> x, int64_t size, unsigned* amax) {
+  wait_for_previous_kernel();
   unsigned mine = 0;
-  for_spans(rows, [&](int64_t row, int64_t column, int64_t n) {
-    mine = max(mine, amax_of<T, V>(x + row * rows.stride + column, n));
-  });
-  mine = block_max(mine);
-  if (threadIdx.x == 0) atomicMax(amax, mine);
+  spans.each(x, size, [&](const auto& chunks) { mine = max(mine, amax_of(chunks)); });
+  launch_next_kernel();
+  mine = max_of_row(mine);
+  if (threadIdx.x == 0) amax[blockIdx.x] = mine;
 }
 
-template <class T, int V>
-__global__ void __launch_bounds__(kMaxThreads)
-    quantize_tensor(const T* x, Rows rows, const float* given, const unsigned* amax, float* scale_out, uint8_t* q) {
-  const float scale = given ? *given : scale_of(*amax);
-  if (blockIdx.x == 0 && threadIdx.x == 0) *scale_out = scale;
-  for_spans(rows, [&](int64_t row, int64_t column, int64_t n) {
-    quantize<T, V>(x + row * rows.stride + column, n, scale, q + row * rows.size + column);
-  });
-}
-
-template <class T, int V>
-void run_rows(const T* x, Rows rows, const float* given, float* scales, uint8_t* q, const DeviceOf& device) {
-  if (rows.count == 0) return;
-  const int64_t threads = std::clamp<int64_t>((rows.size / V + 31) / 32 * 32, 32, kMaxThreads);
-  launch("quantize_fp8", quantize_rows<T, V>, std::min(rows.count, kMaxGrid), static_cast<int>(threads), device.stream,
-         x, rows, given, scales, q);
-}
-
-template <class T, int V>
-void run_tensor(const T* x, Rows rows, const float* given, unsigned* amax, float* scale, uint8_t* q,
-                const DeviceOf& device) {
-  const int64_t spans = rows.count * ((rows.size + kSpan - 1) / kSpan);
-  const int64_t grid = std::clamp<int64_t>(spans, 1, int64_t(device.sm_count()) * 4);
-  if (!given) {
-    check_cuda("quantize_fp8", cudaMemsetAsync(amax, 0, sizeof(unsigned), device.stream));
-    launch("quantize_fp8", amax_of_tensor<T, V>, grid, kMaxThreads, device.stream, x, rows, amax);
+// A block takes one 128 x 128 of (matrices of) `height` rows.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    quantize_blocks(RowsOf<const T> x, int64_t height, int64_t size, int64_t down, int64_t across, Quantization to) {
+  wait_for_previous_kernel();
+  constexpr int kAcross = kBlock / kChunk, kRowsAtOnce = kThreads / kAcross, kHeld = kBlock / kRowsAtOnce;
+  const int64_t block = blockIdx.x, matrix = block / across / down, i = block / across % down;
+  const int64_t column = block % across * kBlock + threadIdx.x % kAcross * kChunk;
+  const int n = int(min(size - column, int64_t(kChunk)));
+  const int64_t first = i * kBlock + threadIdx.x / kAcross;  // row, in the matrix
+  Chunk<T> held[kHeld];
+#pragma unroll
+  for (int j = 0; j < kHeld; ++j) {
+    const int64_t row = first + j * kRowsAtOnce;
+    held[j] = load_chunk<false>(x.at(matrix * height + row, column), row < height ? n : 0, x.wide);
   }
-  launch("quantize_fp8", quantize_tensor<T, V>, grid, kMaxThreads, device.stream, x, rows, given, amax, scale, q);
+  launch_next_kernel();
+  const float scale = to.given ? to.given[block] : to.scale_of(max_of_row(amax_of(held)));
+  if (threadIdx.x == 0) to.scale[block] = scale;
+  with_divisor<T>({scale}, to.int8, [&](auto code, auto divisor_of) {
+    const auto divide = divisor_of(scale);
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) {
+      const int64_t row = first + j * kRowsAtOnce;
+      store_chunk<false>(to.q + (matrix * height + row) * size + column, codes<decltype(code)>(held[j], divide),
+                         row < height ? n : 0, to.q_wide);
+    }
+  });
 }
 
-bool is_one_a_row(const Tensor& scale, const std::vector<int64_t>& leading, int64_t rows) {
-  const Sizes sizes = scale.sizes();
-  const std::vector<int64_t> shape(sizes.begin(), sizes.end());
-  std::vector<int64_t> column = leading;
-  column.push_back(1);
-  using Shape = std::vector<int64_t>;
-  return shape == leading || shape == column || shape == Shape{rows} || shape == Shape{rows, 1} ||
-         shape == Shape{1, rows};
-}
-
-std::tuple<Tensor, Tensor> quantize_fp8(const Tensor& x, const std::optional<Tensor>& scale,
-                                        const std::string& granularity) {
-  const bool per_tensor = granularity == "tensor";
-  CG_CHECK(per_tensor || granularity == "token" || granularity == "channel", "quantize_fp8: granularity is '",
-           granularity, "'; it must be 'tensor', 'token' or 'channel'");
-  const ScalarType dtype = x.scalar_type();
-  CG_CHECK(dtype == ScalarType::BFloat16 || dtype == ScalarType::Half || dtype == ScalarType::Float,
-           "quantize_fp8: x is ", text(dtype), "; it must be torch.bfloat16, torch.float16 or torch.float32");
-  CG_CHECK(x.dim() > 0, "quantize_fp8: x has no dimension; it must have at least one");
-  std::vector<int64_t> leading(x.sizes().begin(), x.sizes().end() - 1);
-  if (scale) {
-    CG_CHECK(scale->scalar_type() == ScalarType::Float, "quantize_fp8: scale is ", text(scale->scalar_type()),
-             "; it must be torch.float32");
-    CG_CHECK(same_device(*scale, x), "quantize_fp8: scale is on ", text_of_device(*scale),
-             "; it must be on the device of x, ", text_of_device(x));
-    int64_t rows = 1;
-    for (int64_t size : leading) rows *= size;
-    if (per_tensor) {
-      CG_CHECK(scale->numel() == 1, "quantize_fp8: scale is ", text(scale->sizes()),
-               "; for granularity 'tensor' it must have one element");
+template <class T>
+void run_tensor(const char* op, const Input& x, Codes& codes, const DeviceOf& device) {
+  Rows rows = x.rows;
+  const int64_t all = rows.count * rows.size;
+  if (rows.stride == rows.size || all == 0) rows = {1, all, all};
+  codes.to.q_stride = rows.size;
+  codes.to.q_wide = rows.count <= 1 || rows.size % kChunk == 0;
+  const auto from = rows_of<const T>(x.tensor.data_ptr(), rows.stride, rows.count);
+  Tensor amax;
+  if (codes.to.scales == Scales::kOfTensor) {
+    if (rows.count == 1 && rows.size <= 32768) {
+      codes.to.scales = Scales::kOfToken;  // one block holds it: one launch
     } else {
-      CG_CHECK(is_one_a_row(*scale, leading, rows), "quantize_fp8: scale is ", text(scale->sizes()),
-               "; for granularity '", granularity, "' it must have one element for each row of x, which is ",
-               text(x.sizes()));
+      const Spans spans(rows.count, rows.size);
+      amax = empty({spans.blocks(device)}, ScalarType::Int, x.tensor);
+      codes.to.amax = static_cast<const unsigned*>(amax.data_ptr());
+      codes.to.amax_count = int(spans.blocks(device));
+      launch(op, amax_of_spans<T>, grid(op, spans.blocks(device)), dim3(kThreads), device.stream, spans, from,
+             rows.size, static_cast<unsigned*>(amax.data_ptr()));
     }
   }
+  run_rows<false, T>(op, Plain<T>{from}, rows.count, rows.size, Norm{}, RowsOf<T>{}, codes.to, device.stream);
+}
 
+std::tuple<Tensor, Tensor> quantize(const CodesOf& how, const Tensor& x) {
   const DeviceOf device(x);
-  std::optional<Rows> in_place = as_rows(x);
-  const Tensor source = in_place ? x : torch::stable::contiguous(x);
-  Rows rows = in_place ? *in_place : *as_rows(source);
-  const Tensor given = !scale || scale->is_contiguous() ? scale.value_or(x) : torch::stable::contiguous(*scale);
-  if (per_tensor) {
-    leading.clear();
-    if (rows.stride == rows.size) rows = {1, rows.count * rows.size, rows.count * rows.size};
-  } else if (granularity == "token") {
-    leading.push_back(1);
-  }
-  const Tensor q = empty(x.sizes(), ScalarType::Float8_e4m3fn, x);
-  const Tensor scales = empty(leading, ScalarType::Float, x);
-  const Tensor amax = per_tensor && !scale ? empty(leading, ScalarType::Int, x) : scales;
-
-  with_float_type(source, [&](auto* element) {
+  const Input source(x);
+  const int64_t count = source.rows.count, size = source.rows.size;
+  Codes codes(how, x, size, count);
+  with_float_type(x, [&](auto* element) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(element)>>;
-    constexpr int V = 8;
-    const auto* from = static_cast<const T*>(source.data_ptr());
-    const auto* given_data = scale ? static_cast<const float*>(given.data_ptr()) : nullptr;
-    auto* to = static_cast<uint8_t*>(q.data_ptr());
-    auto* scale_data = static_cast<float*>(scales.data_ptr());
-    auto* amax_data = static_cast<unsigned*>(amax.data_ptr());
-    // Every row of x must start at 16 bytes and every row of q at 8.
-    const bool wide = reinterpret_cast<uintptr_t>(from) % 16 == 0 &&
-                      (rows.count == 1 || (rows.size % V == 0 && rows.stride * sizeof(T) % 16 == 0));
-    if (per_tensor) {
-      (wide ? run_tensor<T, V> : run_tensor<T, 1>)(from, rows, given_data, amax_data, scale_data, to, device);
+    const auto from = source.of<T>();
+    if (how.granularity == "tensor") {
+      run_tensor<T>(how.op, source, codes, device);
+    } else if (how.granularity == "block") {
+      const int64_t height = x.sizes()[x.dim() - 2];
+      const int64_t down = (height + kBlock - 1) / kBlock, across = (size + kBlock - 1) / kBlock;
+      if (x.numel() == 0) return;
+      launch(how.op, quantize_blocks<T>, grid(how.op, count / height * down * across), dim3(kThreads), device.stream,
+             from, height, size, down, across, codes.to);
     } else {
-      (wide ? run_rows<T, V> : run_rows<T, 1>)(from, rows, given_data, scale_data, to, device);
+      run_rows<false, T>(how.op, Plain<T>{from}, count, size, Norm{}, RowsOf<T>{}, codes.to, device.stream);
     }
   });
-  return {q, scales};
+  return {codes.q, codes.scale};
+}
+
+std::tuple<Tensor, Tensor> quantize_fp8(const Tensor& x, const OptionalTensor& scale, const std::string& granularity,
+                                        int64_t group_size, const OptionalTensor& scale_ub, bool column_major_scale,
+                                        bool power_of_two_scale) {
+  constexpr auto* op = "quantize_fp8";
+  check_floats(op, "x", x);
+  CG_CHECK(granularity != "block" || x.dim() > 1, op, ": x is ", text(x.sizes()),
+           "; for granularity 'block' it must have two dimensions or more");
+  const CodesOf how = {
+      op, ScalarType::Float8_e4m3fn, scale, granularity, group_size, scale_ub, column_major_scale, power_of_two_scale};
+  how.check(x, x.sizes().back(), {"tensor", "token", "channel", "group", "block"});
+  return quantize(how, x);
+}
+
+std::tuple<Tensor, Tensor> quantize_int8(const Tensor& x, const OptionalTensor& scale, const std::string& granularity) {
+  constexpr auto* op = "quantize_int8";
+  check_floats(op, "x", x);
+  const CodesOf how = {op, ScalarType::Char, scale, granularity, kBlock, {}, true, false};
+  how.check(x, x.sizes().back(), {"tensor", "token", "channel"});
+  return quantize(how, x);
+}
+
+// --- with a zero point ---
+
+// Floats as integers of the same order.
+__device__ __forceinline__ int ordered(float x) {
+  const int bits = __float_as_int(x);
+  return bits >= 0 ? bits : bits ^ 0x7fffffff;
+}
+__device__ __forceinline__ float from_ordered(int bits) { return __int_as_float(bits >= 0 ? bits : bits ^ 0x7fffffff); }
+
+// The smallest and the largest finite value, as `ordered`, and zero among them.
+struct Range {
+  int low = 0, high = 0;
+};
+
+__device__ __forceinline__ void include(Range& range, float x) {
+  if (fabsf(x) < INFINITY) range.low = min(range.low, ordered(x)), range.high = max(range.high, ordered(x));
+}
+
+// What is after the n values is zero, which is in the range anyway.
+template <class T>
+__device__ __forceinline__ void include(Range& range, const Chunk<T>& chunk) {
+#pragma unroll
+  for (int i = 0; i < kChunk / 2; ++i) {
+    const float2 x = pair(chunk, i);
+    include(range, x.x);
+    include(range, x.y);
+  }
+}
+
+__device__ __forceinline__ Range range_of_row(Range range) {
+  range.low = __reduce_min_sync(~0u, range.low), range.high = __reduce_max_sync(~0u, range.high);
+  __shared__ Range of_warp[kThreads / 32];
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = range;
+  __syncthreads();
+  const Range mine = of_warp[threadIdx.x % (kThreads / 32)];
+  return {__reduce_min_sync(~0u, mine.low), __reduce_max_sync(~0u, mine.high)};
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    range_of_spans(const __grid_constant__ Spans spans, RowsOf<const T> x, int64_t size, Range* range) {
+  wait_for_previous_kernel();
+  Range mine;
+  spans.each(x, size, [&](const auto& chunks) {
+    for (const Chunk<T>& chunk : chunks) include(mine, chunk);
+  });
+  launch_next_kernel();
+  mine = range_of_row(mine);
+  if (threadIdx.x == 0) range[blockIdx.x] = mine;
+}
+
+// A block a row. ranges: the tensor's is that of all of them, or null for each row's own. given: scale and zero point,
+// or null.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    quantize_asymmetric(RowsOf<const T> x, int64_t size, const Range* ranges, int range_count, const float* given_scale,
+                        const int* given_zero, bool per_tensor, RowsOf<uint8_t> q, float* scales, int* zeros) {
+  wait_for_previous_kernel();
+  launch_next_kernel();
+  const int64_t row = blockIdx.x, at = per_tensor ? 0 : row;
+  const auto each = [&](auto f) {
+    for (int64_t column = threadIdx.x * kChunk; column < size; column += kThreads * kChunk) {
+      const int n = int(min(size - column, int64_t(kChunk)));
+      f(load_chunk<false>(x.at(row, column), n, x.wide), column, n);
+    }
+  };
+  float scale;
+  int zero;
+  if (given_scale) {
+    scale = given_scale[at], zero = given_zero[at];
+  } else {
+    Range range;
+    if (per_tensor) {
+      for (int i = threadIdx.x; i < range_count; i += kThreads) {
+        range.low = min(range.low, ranges[i].low), range.high = max(range.high, ranges[i].high);
+      }
+    } else {
+      each([&](const Chunk<T>& chunk, int64_t, int) { include(range, chunk); });
+    }
+    range = range_of_row(range);
+    const float low = from_ordered(range.low), high = from_ordered(range.high);
+    scale = fmaxf(__fsub_rn(__fdiv_rn(high, 255.f), __fdiv_rn(low, 255.f)), kAmaxFloor);
+    zero = __float2int_rn(-128.f - __fdiv_rn(low, scale));
+  }
+  if (threadIdx.x == 0) scales[at] = scale, zeros[at] = zero;
+  const AnyDivisor divide(scale);
+  const auto shifted = [&](float x) {
+    const float code = rintf(divide(x)) + float(zero);
+    return code == code ? code : float(zero);
+  };
+  each([&](const Chunk<T>& chunk, int64_t column, int n) {
+    store_chunk<false>(q.at(row, column), codes<int8_t>(chunk, shifted), n, q.wide);
+  });
+}
+
+std::tuple<Tensor, Tensor, Tensor> quantize_int8_asymmetric(const Tensor& x, const OptionalTensor& scale,
+                                                            const OptionalTensor& zero_point,
+                                                            const std::string& granularity) {
+  constexpr auto* op = "quantize_int8_asymmetric";
+  check_floats(op, "x", x);
+  const CodesOf how = {op, ScalarType::Char, scale, granularity, kBlock, {}, true, false};
+  how.check(x, x.sizes().back(), {"tensor", "token"});
+  CG_CHECK(scale.has_value() == zero_point.has_value(), op,
+           ": one of scale and zero_point is given; both must be, or neither");
+  if (zero_point) {
+    CG_CHECK(zero_point->scalar_type() == ScalarType::Int, op, ": zero_point is ", text(zero_point->scalar_type()),
+             "; it must be torch.int32");
+    check_device(op, "zero_point", *zero_point, x);
+    CG_CHECK(shape_of(*zero_point) == shape_of(*scale), op, ": zero_point is ", text(zero_point->sizes()),
+             "; it must be the shape of scale, ", text(scale->sizes()));
+  }
+  const DeviceOf device(x);
+  const Input source(x);
+  const int64_t count = source.rows.count, size = source.rows.size;
+  const Codes codes(how, x, size, count);
+  const Tensor zeros = empty(codes.scale.sizes(), ScalarType::Int, x);
+  const Tensor given_zero =
+      !zero_point || zero_point->is_contiguous() ? zero_point.value_or(x) : torch::stable::contiguous(*zero_point);
+  const bool per_tensor = granularity == "tensor";
+  const Spans spans(count, size);
+  const int64_t ranges = per_tensor && !scale ? spans.blocks(device) : 0;
+  const Tensor range = empty({ranges * 2}, ScalarType::Int, x);
+  auto* const range_data = static_cast<Range*>(range.data_ptr());
+  with_float_type(x, [&](auto* element) {
+    using T = std::remove_const_t<std::remove_pointer_t<decltype(element)>>;
+    const auto from = source.of<T>();
+    if (ranges > 0) {
+      launch(op, range_of_spans<T>, grid(op, ranges), dim3(kThreads), device.stream, spans, from, size, range_data);
+    }
+    const int64_t blocks = count == 0 && per_tensor ? 1 : count;  // which has its scale even where it is empty
+    if (blocks == 0) return;
+    launch(op, quantize_asymmetric<T>, grid(op, blocks), dim3(kThreads), device.stream, from, count == 0 ? 0 : size,
+           range_data, int(ranges), scale ? codes.to.given : nullptr,
+           scale ? static_cast<const int*>(given_zero.data_ptr()) : nullptr, per_tensor,
+           rows_of<uint8_t>(codes.to.q, size, count), codes.to.scale, static_cast<int*>(zeros.data_ptr()));
+  });
+  return {codes.q, codes.scale, zeros};
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(cutegemm, CUDA, m) { m.impl("quantize_fp8", TORCH_BOX(&quantize_fp8)); }
+STABLE_TORCH_LIBRARY_IMPL(cutegemm, CUDA, m) {
+  m.impl("quantize_fp8", TORCH_BOX(&quantize_fp8));
+  m.impl("quantize_int8", TORCH_BOX(&quantize_int8));
+  m.impl("quantize_int8_asymmetric", TORCH_BOX(&quantize_int8_asymmetric));
+}
 
 }  // namespace cutegemm

@@ -10,6 +10,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <atomic>
 #include <cstdint>
 #include <optional>
 #include <sstream>
@@ -136,14 +137,8 @@ struct __attribute__((visibility("hidden"))) DeviceOf {  // as torch's guard is
   torch::stable::accelerator::DeviceGuard guard_;
 };
 
-// An uninitialized contiguous tensor on x's device.
-inline Tensor empty(Sizes sizes, ScalarType dtype, const Tensor& x) {
-  std::vector<int64_t> strides(sizes.size());
-  int64_t stride = 1;
-  for (size_t i = sizes.size(); i-- > 0;) {
-    strides[i] = stride;
-    stride *= sizes[i] > 1 ? sizes[i] : 1;
-  }
+// Uninitialized tensors on x's device.
+inline Tensor empty_strided(Sizes sizes, Sizes strides, ScalarType dtype, const Tensor& x) {
   int32_t device_type = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &device_type));
   const auto code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
@@ -151,6 +146,37 @@ inline Tensor empty(Sizes sizes, ScalarType dtype, const Tensor& x) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), code, device_type,
                                                   x.get_device_index(), &made));
   return Tensor(made);
+}
+
+inline std::vector<int64_t> contiguous_strides(Sizes sizes) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t i = sizes.size(); i-- > 0;) {
+    strides[i] = stride;
+    stride *= sizes[i] > 1 ? sizes[i] : 1;
+  }
+  return strides;
+}
+
+inline Tensor empty(Sizes sizes, ScalarType dtype, const Tensor& x) {
+  return empty_strided(sizes, contiguous_strides(sizes), dtype, x);
+}
+
+// Whether writing out would change x: only where that is plain to see, since views may interleave without touching.
+inline bool is_in_memory_of(const Tensor& out, const Tensor& x) {
+  struct Span {
+    uintptr_t begin, end;
+    bool dense;
+  };
+  const auto span = [](const Tensor& t) {
+    int64_t last = 0;
+    for (int64_t i = 0; i < t.dim(); ++i) last += (t.size(i) - 1) * t.stride(i);
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(t.data_ptr());
+    return Span{begin, begin + uintptr_t(last + 1) * t.element_size(), last + 1 == t.numel()};
+  };
+  if (out.numel() == 0 || x.numel() == 0) return false;
+  const Span a = span(out), b = span(x);
+  return a.begin < b.end && b.begin < a.end && (a.begin == b.begin || (a.dense && b.dense));
 }
 
 // A tensor as rows of its last dimension, whose stride is one: row i starts i * stride elements after the first.
@@ -173,16 +199,35 @@ inline std::optional<Rows> as_rows(const Tensor& x) {
   return rows;
 }
 
+// Whether kernels may start while the one before them on the stream still runs. library.py sets it, in every library.
+inline std::atomic<bool> chain_launches = true;
+
 #ifdef __CUDACC__
-// A launch whose failure is an error here and now, and not that of whoever asks CUDA next.
+inline dim3 grid(const char* op, int64_t blocks) {
+  CG_CHECK(blocks < int64_t(1) << 31, op, ": x takes ", blocks, " blocks, more than one launch has");
+  return dim3(unsigned(blocks));
+}
+
+// A launch whose failure is an error here and now, and not that of whoever asks CUDA next. The kernel must wait for the
+// one before it (chain.cuh).
 template <class... Params, class... Args>
-void launch(const char* op, void (*kernel)(Params...), int64_t grid, int block, cudaStream_t stream, Args... args) {
+void launch(const char* op, void (*kernel)(Params...), dim3 grid, dim3 block, cudaStream_t stream,
+            const Args&... args) {
+  cudaLaunchAttribute chain{};
+  chain.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  chain.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(grid));
-  config.blockDim = dim3(static_cast<unsigned>(block));
+  config.gridDim = grid;
+  config.blockDim = block;
   config.stream = stream;
+  config.attrs = &chain;
+  config.numAttrs = chain_launches.load(std::memory_order_relaxed) ? 1 : 0;
   check_cuda(op, cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...));
 }
 #endif
 
 }  // namespace cutegemm
+
+extern "C" __attribute__((visibility("default"), used)) inline void cutegemm_chain(int32_t on) {
+  cutegemm::chain_launches.store(on != 0, std::memory_order_relaxed);
+}

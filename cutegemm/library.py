@@ -466,7 +466,8 @@ def export(names: Iterable[str], folder: Path, jobs: int | None = None) -> list[
 # Load
 
 _loading = threading.RLock()
-_loaded: set[str] = set()
+_loaded: dict[str, ctypes.CDLL] = {}
+_chain = True
 
 
 def load(family: str) -> None:
@@ -495,8 +496,23 @@ def load(family: str) -> None:
             from . import plan
 
             plan.connect(opened)
-        _loaded.add(family)
+        if not _chain:
+            opened.cutegemm_chain(_chain)
+        _loaded[family] = opened
         debug(f"loaded {path}")
+
+
+def chain_launches(enabled: bool) -> None:
+    """Whether kernels may start while the one ahead of them on the stream still runs, which they do by default.
+
+    They then set themselves up, and may ask for their weights, before they wait for it (programmatic dependent launch).
+    A CUDA graph keeps what it was captured with.
+    """
+    global _chain
+    with _loading:
+        _chain = bool(enabled)
+        for opened in _loaded.values():
+            opened.cutegemm_chain(_chain)
 
 
 def _check_machine() -> None:

