@@ -15,6 +15,7 @@ import torch
 
 from cutegemm import plan, roofline, testing
 from cutegemm.tools import bench, tune
+from cutegemm.tools import rows as row_ops
 
 FP8, BF16 = bench.FAMILIES["gemm_fp8"], bench.FAMILIES["gemm_bf16"]
 
@@ -480,8 +481,8 @@ def test_merge_replaces_the_rows_of_the_same_problem():
 def test_tune_writes_a_table(tuning, monkeypatch, tmp_path, with_gpu, capsys):
     monkeypatch.setattr(bench, "ROOT", tmp_path)
     monkeypatch.setattr(plan, "candidates", lambda problem, m: CHOICES[:3])
-    assert tune.main(["scaled_mm", "--nk", "48x64", "--m", "1,5"]) == 0
-    assert tune.main(["mm", "--nk", "48x64", "--m", "5"]) == 0
+    assert tune.main(["gemm_fp8", "--nk", "48x64", "--m", "1,5"]) == 0
+    assert tune.main(["gemm_bf16", "--nk", "48x64", "--m", "5"]) == 0
     found = json.loads((tmp_path / "cutegemm" / "tuned" / "NVIDIA_H200.json").read_text())
     assert [tuple(row[name] for name in tune.KEY) for row in found["rows"]] == [
         ("mm", "bf16", "bf16", "bf16", False, 48, 64, 5),
@@ -491,18 +492,18 @@ def test_tune_writes_a_table(tuning, monkeypatch, tmp_path, with_gpu, capsys):
     assert [entry["kernel"] for entry in found["rows"][0]["best"]] == ["k3", "k8", "k9"]
     assert found["meta"].keys() >= {"gpu", "driver", "torch", "date", "commit"}
     # Another file starts from the rows of the table.
-    assert tune.main(["mm", "--nk", "48x64", "--m", "7", "--out", str(tmp_path / "new.json")]) == 0
+    assert tune.main(["gemm_bf16", "--nk", "48x64", "--m", "7", "--out", str(tmp_path / "new.json")]) == 0
     assert len(json.loads((tmp_path / "new.json").read_text())["rows"]) == 4
-    assert "scaled_mm m=1 n=48 k=64: [{'kernel': 'k3', 'us': 3.0}]" in capsys.readouterr().out
+    assert "gemm_fp8 m=1 n=48 k=64: [{'kernel': 'k3', 'us': 3.0}]" in capsys.readouterr().out
     # A problem that nothing takes keeps the row of before, and the run fails.
     monkeypatch.setattr(plan, "candidates", lambda problem, m: [plan.Choice("refuses")])
     table = tmp_path / "cutegemm" / "tuned" / "NVIDIA_H200.json"
-    assert tune.main(["mm", "--nk", "48x64", "--m", "5"]) == 1
+    assert tune.main(["gemm_bf16", "--nk", "48x64", "--m", "5"]) == 1
     assert json.loads(table.read_text())["rows"] == found["rows"]
-    assert "WRONG no kernel for mm m=5 n=48 k=64" in capsys.readouterr().out
+    assert "WRONG no kernel for gemm_bf16 m=5 n=48 k=64" in capsys.readouterr().out
     # A kernel that is no longer declared leaves the table, whichever problem is measured.
     monkeypatch.delitem(tune.KERNELS, "k8")
-    assert tune.main(["mm", "--nk", "48x64", "--m", "5"]) == 1
+    assert tune.main(["gemm_bf16", "--nk", "48x64", "--m", "5"]) == 1
     assert [entry["kernel"] for entry in json.loads(table.read_text())["rows"][-1]["best"]] == ["k3", "k9"]
 
 
@@ -517,8 +518,54 @@ def test_plans_follow_a_table_that_was_tuned(tuning, monkeypatch, tmp_path, with
     try:
         assert plan.choose(problem, 5) != slowest
         plan._table.cache_clear()
-        assert tune.main(["scaled_mm", "--nk", "48x64", "--m", "5"]) == 0
+        assert tune.main(["gemm_fp8", "--nk", "48x64", "--m", "5"]) == 0
         assert plan.choose(problem, 5) == slowest
         assert "measured at m = 5" in plan.explain("scaled_mm", 48, 64)
     finally:
         plan._table.cache_clear()
+
+
+# The ops on rows
+
+
+def row_result(op="rms_norm", tokens=8192, us=30.0, width=4096, **peers):
+    shape = {"tokens": tokens, "width": width}
+    return {"op": op, "mode": "", "shape": shape, "us": us, "floor_us": 27.0, "bytes": 1, "peers": peers}
+
+
+def test_row_bars_are_times_at_8192_tokens_and_the_best_peer_anywhere() -> None:
+    rows = [row_result(us=34.0, vllm=36.0), row_result(tokens=1, us=2.0, vllm=2.5, compile=1.9)]
+    time, slower = row_ops.judge(rows)
+    assert time == "pass  rows: rms_norm : 34.0 us at 8192 tokens, <= 34"
+    assert slower.startswith("MISS  rows: slower than compile, 1.90 us: rms_norm")
+    assert row_ops.judge([row_result(us=34.1)])[0].startswith("MISS")
+    assert row_ops.judge(rows[:1])[1] == "pass  rows: no peer is faster at any number of tokens"
+    chain = row_result(row_ops.CHAIN, 1, 40.0, unchained=39.0)
+    assert row_ops.judge([*rows, chain]) == row_ops.judge(rows)
+
+
+def test_row_table_by_hand() -> None:
+    rows = [
+        row_result(vllm=36.0, compile=39.0),
+        row_result(tokens=1, us=2.0),
+        row_result(row_ops.CHAIN, 1, unchained=40.0),
+    ]
+    meta = {"gpu": "NVIDIA H200", "driver": "1", "torch": "2", "date": "d", "commit": "c", "peers": {"vllm": "0.20.0"}}
+    text = row_ops.markdown(meta, rows)
+    assert "| op | 1 tokens | 8192 tokens |" in text
+    assert "| `rms_norm`, 4096 | 2.0 | 30.0 (1.20) |" in text
+    assert "1 tokens in FP8, four launches: 30.0 µs, and 40.0 µs without" in text
+    assert text.endswith("Measured on one NVIDIA H200, driver 1, torch 2, vllm 0.20.0; d, commit c.")
+
+
+@pytest.mark.parametrize("row_op", row_ops.OPS, ids=row_ops.RowOp.title)
+def test_row_candidates_make_the_same(row_op: row_ops.RowOp) -> None:
+    def inputs() -> row_ops.Inputs:
+        x, residual = torch.randn(2, 3, row_op.width * (2 if row_op.gated else 1)).bfloat16()
+        return row_ops.Inputs(x, residual, torch.ones(row_op.width).bfloat16(), torch.tensor([0.03]))
+
+    torch.manual_seed(0)
+    assert row_ops.error(row_op, inputs()) < 1e-3
+    wrong = replace(row_op, plain=lambda x, *rest: row_op.plain(2 * x, *rest))
+    if row_op.op.startswith(("quantize", "silu")):
+        assert row_ops.error(wrong, inputs()) > row_ops.MAX_ERROR

@@ -1,4 +1,4 @@
-"""Times the GEMMs beside their peers, and keeps the results.
+"""Times the ops beside their peers, and keeps the results.
 
     python tools/bench.py                                   all families, into benchmarks/<gpu>/<family>.json
     python tools/bench.py gemm_fp8 --m 1,16 --nk 6144x4096  some rows, printed; kept only where --out says
@@ -32,6 +32,7 @@ from torch import Tensor
 
 import cutegemm
 from cutegemm import plan, roofline, testing
+from cutegemm.tools import rows as row_ops
 
 ROOT = Path(__file__).resolve().parent.parent
 MARKS = "<!-- measured:begin -->", "<!-- measured:end -->"
@@ -116,6 +117,15 @@ FAMILIES: dict[str, Family] = {
             },
         ),
         Family(
+            "gemm_int8",
+            "INT8: `scaled_mm`, a scale per token and per channel, BF16 result",
+            op="scaled_mm",
+            mode="int8, token-channel",
+            dtype=torch.int8,
+            ours=Candidate("scaled_mm", _scaled_mm),
+            peers={"vllm": Candidate("vLLM", _vllm, eager=False)},
+        ),
+        Family(
             "gemm_bf16",
             "BF16: `mm`",
             op="mm",
@@ -165,11 +175,13 @@ BARS = (
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x (rows, k) in the dtype, and a scale per row, (rows, 1): of one unless the dtype is FP8."""
+    """x (rows, k) in the dtype, and a scale per row, (rows, 1): of one where the dtype is that of x."""
     if dtype == x.dtype:
         return x, torch.ones(len(x), 1, device=x.device)
-    scale = x.abs().amax(dim=1, keepdim=True).float() / torch.finfo(dtype).max
-    return (x / scale).to(dtype), scale
+    info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    scale = x.abs().amax(dim=1, keepdim=True).float() / info.max
+    scaled = x / scale
+    return (scaled if dtype.is_floating_point else scaled.round()).to(dtype), scale
 
 
 class Shape:
@@ -192,7 +204,7 @@ class Shape:
         self.sets = [x, *(x.copy() for _ in range(1, self.count(min(ms))))]
 
     def bytes(self, m: int) -> int:
-        scales = m + self.n if self.family.dtype == torch.float8_e4m3fn else 0
+        scales = m + self.n if self.family.op == "scaled_mm" else 0
         return roofline.gemm_bytes(m, self.n, self.k, self.family.dtype, scales=scales)
 
     def count(self, m: int) -> int:
@@ -248,7 +260,7 @@ def problem(family: Family, n: int, k: int) -> plan.Problem:
         "bf16",
         n,
         k,
-        fast_accum=family.op == "scaled_mm",
+        fast_accum=family.dtype == torch.float8_e4m3fn,
         aligned=k * width % 16 == 0,
         aligned_out=n * 2 % 16 == 0,
     )
@@ -461,6 +473,10 @@ def tables(results: Path) -> str:
         if path.exists():
             found = json.loads(path.read_text())
             blocks.append(markdown(family, found["meta"], found["rows"]))
+    path = results / f"{row_ops.NAME}.json"
+    if path.exists():
+        found = json.loads(path.read_text())
+        blocks.append(row_ops.markdown(found["meta"], found["rows"]))
     return "\n\n".join(blocks) or "Nothing is measured yet."
 
 
@@ -560,10 +576,11 @@ def nk_pairs(text: str) -> tuple[tuple[int, int], ...]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python tools/bench.py", description="Time the GEMMs beside their peers, and keep the results."
+        prog="python tools/bench.py", description="Time the ops beside their peers, and keep the results."
     )
     add = parser.add_argument
-    add("families", nargs="*", metavar="FAMILY", help=f"of {', '.join(FAMILIES)} (default: all)")
+    names = [*FAMILIES, row_ops.NAME]
+    add("families", nargs="*", metavar="FAMILY", help=f"of {', '.join(names)} (default: all)")
     add("--m", type=numbers, metavar="M,...", help="numbers of tokens")
     add("--nk", type=nk_pairs, metavar="NxK,...", help="shapes of the weight, (n, k)")
     add("--peers", type=Path, metavar="DIR", help="folder of vLLM's shared objects, or its parent")
@@ -574,8 +591,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--tables", action="store_true", help="rewrite the tables in README.md, measure nothing")
     args = parser.parse_args(argv)
 
-    if unknown := [name for name in args.families if name not in FAMILIES]:
-        parser.error(f"{unknown[0]} is not a family; they are {', '.join(FAMILIES)}")
+    if unknown := [name for name in args.families if name not in names]:
+        parser.error(f"{unknown[0]} is not a family; they are {', '.join(names)}")
     if args.tables:
         readme = ROOT / "README.md"
         write(readme, with_tables(readme.read_text(), args.out or ROOT / "benchmarks" / "h200"))
@@ -595,13 +612,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     lines: list[str] = []
     refused: list[str] = []
-    for name in args.families or FAMILIES:
-        family = FAMILIES[name]
-        without = () if args.peers else ("vllm",)
-        rows, bad = run(family, args.nk or KN, args.m or M, without, args.rounds, args.check)
+    without = () if args.peers else ("vllm",)
+    for name in args.families or names:
+        if name == row_ops.NAME:
+            rows, bad = row_ops.run(times, args.m or row_ops.TOKENS, without, args.rounds, args.check)
+            found = row_ops.judge(rows)
+        else:
+            rows, bad = run(FAMILIES[name], args.nk or KN, args.m or M, without, args.rounds, args.check)
+            found = summary(FAMILIES[name], rows)
         refused += bad
         if not args.check:
-            lines += ["", *summary(family, rows)]
+            lines += ["", *found]
             if out:
                 write(out / f"{name}.json", dump(meta, rows))
     print("\n".join(lines))

@@ -1,7 +1,7 @@
 """Measures which kernel is best for which problem, into the table that cutegemm/plan.py reads.
 
-    python tools/tune.py                             both ops, every shape: cutegemm/tuned/<gpu>.json
-    python tools/tune.py mm --nk 6144x4096 --m 1,16  some problems; their rows replace those of before
+    python tools/tune.py                                    every family and shape: cutegemm/tuned/<gpu>.json
+    python tools/tune.py gemm_bf16 --nk 6144x4096 --m 1,16  some problems; their rows replace those of before
 
 Every kernel that may run is checked, then timed beside the others: a few rounds of all of them, more rounds
 of the best six. A kernel that refuses a problem is left out, and one that is wrong is reported.
@@ -100,19 +100,19 @@ def merge(known: Iterable[Row], new: Iterable[Row]) -> list[Row]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    families = {family.op: family for family in bench.FAMILIES.values()}
     parser = argparse.ArgumentParser(
         prog="python tools/tune.py", description="Measure which kernel is best for which problem."
     )
     add = parser.add_argument
-    add("ops", nargs="*", metavar="OP", help=f"of {', '.join(families)} (default: all)")
+    names = ", ".join(bench.FAMILIES)
+    add("families", nargs="*", metavar="FAMILY", help=f"of {names} (default: all)")
     add("--m", type=bench.numbers, default=M, metavar="M,...", help="numbers of tokens")
     add("--nk", type=bench.nk_pairs, default=bench.KN, metavar="NxK,...", help="shapes of the weight, (n, k)")
     add("--out", type=Path, metavar="FILE", help="the table (default: cutegemm/tuned/<gpu>.json)")
     add("--commit", metavar="NAME", help="what is measured, where the tree has no git folder")
     args = parser.parse_args(argv)
-    if unknown := [op for op in args.ops if op not in families]:
-        parser.error(f"{unknown[0]} is not an op that has a table; they are {', '.join(families)}")
+    if unknown := [name for name in args.families if name not in bench.FAMILIES]:
+        parser.error(f"{unknown[0]} is not a family; they are {names}")
     if not torch.cuda.is_available():
         parser.error("there is no GPU: torch.cuda.is_available() is false")
 
@@ -125,18 +125,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     faults: Counter[str] = Counter()
     start = time.monotonic()
-    for op in args.ops or families:
+    for name in args.families or bench.FAMILIES:
+        family = bench.FAMILIES[name]
         for k, n in args.nk:
-            shape, problem = bench.Shape(families[op], n, k, args.m), bench.problem(families[op], n, k)
+            shape, problem = bench.Shape(family, n, k, args.m), bench.problem(family, n, k)
             found = []
             for m in args.m:
                 best = survey(shape, m, plan.candidates(problem, m), faults)
                 if best:
-                    what = {name: getattr(problem, name) for name in plan.TUNED_BY}
+                    what = {field: getattr(problem, field) for field in plan.TUNED_BY}
                     found.append({**what, "m": m, "best": best})
                 else:
-                    faults[f"WRONG no kernel for {op} m={m} n={n} k={k}"] += 1
-                print(f"{time.monotonic() - start:5.0f} s  {op} m={m} n={n} k={k}: {best[:1]}", flush=True)
+                    faults[f"WRONG no kernel for {name} m={m} n={n} k={k}"] += 1
+                print(f"{time.monotonic() - start:5.0f} s  {name} m={m} n={n} k={k}: {best[:1]}", flush=True)
             rows = merge(rows, found)
             bench.write(out, bench.dump(meta, rows))
             del shape
