@@ -540,6 +540,8 @@ def test_row_bars_are_times_at_8192_tokens_and_the_best_peer_anywhere() -> None:
     assert slower.startswith("MISS  rows: slower than compile, 1.90 us: rms_norm")
     assert row_ops.judge([row_result(us=34.1)])[0].startswith("MISS")
     assert row_ops.judge(rows[:1])[1] == "pass  rows: no peer is faster at any number of tokens"
+    again = rows[0] | {"again": {"us": 34.2, "peers": {"vllm": 34.1}}}
+    assert [line[:4] for line in row_ops.judge([again])] == ["pass", "MISS", "MISS"]
     chain = row_result(row_ops.CHAIN, 1, 40.0, unchained=39.0)
     assert row_ops.judge([*rows, chain]) == row_ops.judge(rows)
 
