@@ -2,9 +2,9 @@
 //
 // All of it is to be bound by memory. So a row is read once and held in registers, in the tensor's own type, between
 // the reductions; loads and stores take 16 bytes, and all loads of a thread are on their way before the first is
-// needed; and whatever a call decides is decided outside of the loops over values: at 4.2 TB/s a multiprocessor has 20
-// instructions for each value that it reads and writes in 16 bits. Whatever is fused gives the bits of the ops it
-// fuses, since every value that a tensor would have held is rounded as that tensor would have rounded it.
+// needed; and whatever a call decides is decided outside of the loops over values: at 4.2 TB/s a multiprocessor has
+// time for 20 instructions for each value that it reads in 16 bits and writes in 8. Whatever is fused gives the bits of
+// the ops it fuses, since every value that a tensor would have held is rounded as that tensor would have rounded it.
 //
 // A thread has chunks of 8 neighbours, a warp those of 256, one after the other. How a row is cut depends on its length
 // alone, where something is reduced over it: its bits do not depend on how many others there are.
