@@ -64,15 +64,15 @@ __global__ void __launch_bounds__(kThreads)
   launch_next_kernel();
   const float scale = to.given ? to.given[block] : to.scale_of(max_of_row(amax_of(held)));
   if (threadIdx.x == 0) to.scale[block] = scale;
-  with_divisor<T>({scale}, to.int8, [&](auto code, auto divisor_of) {
-    const auto divide = divisor_of(scale);
+  const CommonDivisor<T> divide(scale);
+  const bool common = are_common({scale}, to.int8);
 #pragma unroll
-    for (int j = 0; j < kHeld; ++j) {
-      const int64_t row = first + j * kRowsAtOnce;
-      store_chunk<false>(to.q + (matrix * height + row) * size + column, codes<decltype(code)>(held[j], divide),
-                         row < height ? n : 0, to.q_wide);
-    }
-  });
+  for (int j = 0; j < kHeld; ++j) {
+    const int64_t row = first + j * kRowsAtOnce;
+    store_chunk<false>(to.q + (matrix * height + row) * size + column,
+                       common ? codes<__nv_fp8_e4m3>(held[j], divide) : rare_codes(held[j], scale, to.int8),
+                       row < height ? n : 0, to.q_wide);
+  }
 }
 
 template <class T>

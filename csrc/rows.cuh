@@ -248,15 +248,12 @@ struct Quantization {
   }
 };
 
-// Divisors, all of which have the bits of IEEE's division. This one is that, out of line, since it is hardly ever taken
-// and would cost all kernels their registers:
-static __device__ __noinline__ float quotient_of(float x, float by) { return __fdiv_rn(x, by); }
-
+// Divisors, all of which have the bits of IEEE's division. This one is that.
 struct AnyDivisor {
   float by;
 
   __device__ __forceinline__ explicit AnyDivisor(float by) : by(by) {}
-  __device__ __forceinline__ float operator()(float x) const { return quotient_of(x, by); }
+  __device__ __forceinline__ float operator()(float x) const { return __fdiv_rn(x, by); }
 };
 
 // The others take a product with the reciprocal, where that is far from the ends of the numbers.
@@ -327,27 +324,23 @@ __device__ __forceinline__ Chunk<uint8_t> codes(const Chunk<T>& chunk, const By&
   return result;
 }
 
-// Calls f(a value of the codes' type, what makes a divisor of a scale): one decision outside of the loops over chunks.
-template <class T, int kCount, class F>
-__device__ __forceinline__ void with_divisor(const float (&scales)[kCount], bool int8, F f) {
-  const auto any = [](float scale) { return AnyDivisor(scale); };
-  const auto usual = [](float scale) { return Divisor(scale); };
-  bool are_usual = true;
+// Codes of the common kind, e4m3 with scales that are_common, are made by this one:
+template <class T>
+using CommonDivisor = std::conditional_t<sizeof(T) == 2, ShortDivisor, Divisor>;
+
+template <int kCount>
+__device__ __forceinline__ bool are_common(const float (&scales)[kCount], bool int8) {
+  bool common = !int8;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) are_usual &= is_usual(scales[i]);
-  if (!int8 && are_usual) {  // first, so that no jump is taken
-    if constexpr (sizeof(T) == 2) {
-      f(__nv_fp8_e4m3(), [](float scale) { return ShortDivisor(scale); });
-    } else {
-      f(__nv_fp8_e4m3(), usual);
-    }
-  } else if (!int8) {
-    f(__nv_fp8_e4m3(), any);
-  } else if (are_usual) {
-    f(int8_t(), usual);
-  } else {
-    f(int8_t(), any);
-  }
+  for (int i = 0; i < kCount; ++i) common &= is_usual(scales[i]);
+  return common;
+}
+
+// And the others here, out of line: in line they would be half of each kernel.
+template <class T>
+__device__ __noinline__ Chunk<uint8_t> rare_codes(Chunk<T> chunk, float scale, bool int8) {
+  if (!int8) return codes<__nv_fp8_e4m3>(chunk, AnyDivisor(scale));
+  return is_usual(scale) ? codes<int8_t>(chunk, Divisor(scale)) : codes<int8_t>(chunk, AnyDivisor(scale));
 }
 
 // The largest magnitude, as bits, which are ordered as nonnegative floats are. NaN does not count.
@@ -374,7 +367,20 @@ __device__ __forceinline__ unsigned largest(const Chunk<float>& chunk) {
   return __float_as_uint(most);
 }
 
-// The same of what is finite, for each chunk.
+// The same of what is finite. Out of line as rare_codes is.
+template <class T>
+__device__ __noinline__ unsigned largest_finite(Chunk<T> chunk) {
+  unsigned amax = 0;
+#pragma unroll
+  for (int i = 0; i < kChunk / 2; ++i) {
+    const float2 x = pair(chunk, i);
+    if (fabsf(x.x) < INFINITY) amax = max(amax, __float_as_uint(fabsf(x.x)));
+    if (fabsf(x.y) < INFINITY) amax = max(amax, __float_as_uint(fabsf(x.y)));
+  }
+  return amax;
+}
+
+// Of each chunk what is the largest of its finite magnitudes.
 template <class T, int kCount>
 __device__ __forceinline__ void amax_of(const Chunk<T> (&chunks)[kCount], unsigned (&amax)[kCount]) {
   unsigned most = 0;
@@ -382,15 +388,7 @@ __device__ __forceinline__ void amax_of(const Chunk<T> (&chunks)[kCount], unsign
   for (int i = 0; i < kCount; ++i) most = max(most, amax[i] = largest(chunks[i]));
   if (most < kInf) return;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    amax[i] = 0;
-#pragma unroll
-    for (int j = 0; j < kChunk / 2; ++j) {
-      const float2 x = pair(chunks[i], j);
-      if (fabsf(x.x) < INFINITY) amax[i] = max(amax[i], __float_as_uint(fabsf(x.x)));
-      if (fabsf(x.y) < INFINITY) amax[i] = max(amax[i], __float_as_uint(fabsf(x.y)));
-    }
-  }
+  for (int i = 0; i < kCount; ++i) amax[i] = largest_finite(chunks[i]);
 }
 template <class T, int kCount>
 __device__ __forceinline__ unsigned amax_of(const Chunk<T> (&chunks)[kCount]) {
@@ -434,11 +432,11 @@ constexpr bool is_whole_row = kNorm || kWrite == Write::kCodesOfRow;
 // The most threads that Cut takes for so many chunks a thread, and the blocks that a multiprocessor is to hold of them:
 // 1024 threads with 64 registers where 4 chunks are held, which is enough for their loads to hide each other's latency,
 // and 1536 with 40 where little is held besides them. kLittle: nothing is computed before there are codes.
-template <class T, int kChunks, bool kLittle>
+template <int kChunks, bool kLittle>
 struct Bounds {
   static constexpr int kThreads = kChunks == 0 ? 1024 : kChunks == 1 ? 256 : kChunks == 2 ? 128 : 512;
   static constexpr int kWanted = kLittle ? 1536 : kChunks == 1 ? 1280 : 1024;
-  static constexpr int kBlocks = sizeof(T) == 4 || kChunks == 8 ? 1 : kWanted / kThreads;
+  static constexpr int kBlocks = kChunks == 8 ? 1 : kWanted / kThreads;
 };
 
 // Of a row of `size`; gridDim.x blocks share it where nothing is reduced over all of it. A block has blockDim.y rows if
@@ -446,8 +444,8 @@ struct Bounds {
 // bytes everywhere; 0: any row and any weight (FP32's are too many registers), since a row is not held but loaded again
 // for each step. kFull: no thread has fewer. For the same cut all give the same bits.
 template <class T, class Source, bool kNorm, Write kWrite, int kChunks, bool kFull>
-__global__ void __launch_bounds__(Bounds<T, kChunks, !kNorm && std::is_same_v<Source, Plain<T>>>::kThreads,
-                                  Bounds<T, kChunks, !kNorm && std::is_same_v<Source, Plain<T>>>::kBlocks)
+__global__ void __launch_bounds__(Bounds<kChunks, !kNorm && std::is_same_v<Source, Plain<T>>>::kThreads,
+                                  Bounds<kChunks, !kNorm && std::is_same_v<Source, Plain<T>>>::kBlocks)
     row_kernel(const __grid_constant__ Source source, uint32_t rows, int64_t size, int chunks,
                const __grid_constant__ Norm norm, RowsOf<T> out, const __grid_constant__ Quantization to) {
   const uint32_t row = (blockIdx.z * gridDim.y + blockIdx.y) * blockDim.y + threadIdx.y;
@@ -473,7 +471,7 @@ __global__ void __launch_bounds__(Bounds<T, kChunks, !kNorm && std::is_same_v<So
     for (int i = 0; i < kHeld; ++i) f(i, i * kOfWarp, kFull ? kChunk : n - i * kOfWarp);
   };
 
-  constexpr bool kEarlyWeight = kNorm && kChunks && kChunks * sizeof(T) <= 8;  // 16 registers
+  constexpr bool kEarlyWeight = kNorm && kChunks && kChunks <= 4;  // 16 registers
   Chunk<T> weight[kEarlyWeight ? kHeld : 1];
   const auto first = [&](Column column, int n) {
     typename Source::Loaded loaded[kHeld];
@@ -564,13 +562,16 @@ __global__ void __launch_bounds__(Bounds<T, kChunks, !kNorm && std::is_same_v<So
           n, [&](int i, int after, int m) { store_chunk<kWhole>(out.at(row, column) + after, held[i], m, out.wide); });
     }
     uint8_t* const q = to.q + int64_t(row) * to.q_stride + column;
+    const auto write = [&](auto code) {
+      for_held(n, [&](int i, int after, int m) { store_chunk<kWhole>(q + after, code(i), m, to.q_wide); });
+    };
     if constexpr (kOneScale) {
-      with_divisor<T>({scale}, to.int8, [&](auto code, auto divisor_of) {
-        const auto divide = divisor_of(scale);
-        for_held(n, [&](int i, int after, int m) {
-          store_chunk<kWhole>(q + after, codes<decltype(code)>(held[i], divide), m, to.q_wide);
-        });
-      });
+      if (are_common({scale}, to.int8)) {
+        const CommonDivisor<T> divide(scale);
+        write([&](int i) { return codes<__nv_fp8_e4m3>(held[i], divide); });
+      } else {
+        write([&](int i) { return rare_codes(held[i], scale, to.int8); });
+      }
     } else if constexpr (kWrite == Write::kCodesOfGroups) {
       unsigned amax[kHeld];
       amax_of(held, amax);
@@ -601,12 +602,11 @@ __global__ void __launch_bounds__(Bounds<T, kChunks, !kNorm && std::is_same_v<So
           if (m > 0) scale[i * next] = scales[i];
         });
       }
-      with_divisor<T>(scales, false, [&](auto code, auto divisor_of) {
-        for_held(n, [&](int i, int after, int m) {
-          const auto result = codes<decltype(code)>(held[i], divisor_of(scales[i]));
-          store_chunk<kWhole>(q + after, result, m, to.q_wide);
-        });
-      });
+      if (are_common(scales, false)) {
+        write([&](int i) { return codes<__nv_fp8_e4m3>(held[i], CommonDivisor<T>(scales[i])); });
+      } else {
+        write([&](int i) { return rare_codes(held[i], scales[i], false); });
+      }
     }
   });
 }
@@ -652,15 +652,19 @@ void run_rows(const char* op, const Source& source, int64_t rows, int64_t size, 
            stream, source, uint32_t(rows), size, cut.chunks, norm, out, to);
   };
   const auto with_chunks = [&](auto write) {
-    constexpr bool kWholeRow = is_whole_row<kNorm, decltype(write)::value>;
-    if (!whole || !cut.held) return run(write, std::integral_constant<int, 0>{}, std::false_type{});
-    if (cut.chunks == 1) return run(write, std::integral_constant<int, 1>{}, std::false_type{});
-    if (cut.chunks == 2) return run(write, std::integral_constant<int, 2>{}, std::false_type{});
-    if constexpr (kWholeRow) {
-      if (cut.chunks == 8) return run(write, std::integral_constant<int, 8>{}, std::false_type{});
-      if (size % (4 * kOfWarp) == 0) return run(write, std::integral_constant<int, 4>{}, std::true_type{});
-      run(write, std::integral_constant<int, 4>{}, std::false_type{});
+    if constexpr (sizeof(T) == 2) {
+      const int chunks = whole && cut.held ? cut.chunks : 0;
+      if (chunks == 1) return run(write, std::integral_constant<int, 1>{}, std::false_type{});
+      if (chunks == 2) return run(write, std::integral_constant<int, 2>{}, std::false_type{});
+      if constexpr (is_whole_row<kNorm, decltype(write)::value>) {
+        if (chunks == 4 && size % (4 * kOfWarp) == 0) {
+          return run(write, std::integral_constant<int, 4>{}, std::true_type{});
+        }
+        if (chunks == 4) return run(write, std::integral_constant<int, 4>{}, std::false_type{});
+        if (chunks == 8) return run(write, std::integral_constant<int, 8>{}, std::false_type{});
+      }
     }
+    run(write, std::integral_constant<int, 0>{}, std::false_type{});
   };
   if (to.group_shift) return with_chunks(std::integral_constant<Write, Write::kCodesOfGroups>{});
   if (to.scales == Scales::kOfToken) return with_chunks(std::integral_constant<Write, Write::kCodesOfRow>{});

@@ -64,7 +64,7 @@ _FLAGS = [
     *("-shared", "-cudart", "none", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-Xptxas", "-v"),
 ]
 _KERNEL_FLAGS = ["-DCUTLASS_ENABLE_GDC_FOR_SM90=1"]
-_OP_FLAGS = ["-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
+_OP_FLAGS = ["-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-Xfatbin=-compress-all"]
 
 
 def debug(message: str) -> None:
