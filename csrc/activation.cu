@@ -166,6 +166,10 @@ struct Call {
     CG_CHECK(find(gates, gate_name, gate), op, ": gate is '", gate_name,
              "'; it must be 'none', 'first', 'second' or 'interleaved'");
     CG_CHECK(!limit || *limit >= 0, op, ": limit is ", *limit, "; it must be zero or more");
+    CG_CHECK(alpha == 1 || function == Function::kSilu, op, ": alpha is ", alpha,
+             "; it must be 1, since only 'silu' has one");
+    CG_CHECK(beta == 0 || gate != Gate::kNone, op, ": beta is ", beta,
+             "; it must be 0, since with gate 'none' there is nothing to add it to");
     size = x.sizes().back();
     if (gate == Gate::kNone) return;
     CG_CHECK(size % 2 == 0, op, ": x is ", text(x.sizes()), "; its last dimension must be even, a gate for each value");
@@ -243,7 +247,11 @@ std::tuple<Tensor, Tensor> activation_quant(const Tensor& x, const std::string& 
                                             bool power_of_two_scale, const OptionalTensor& activated) {
   constexpr auto* op = "activation_quant";
   const Call call(op, x, function, gate, limit, alpha, beta);
-  if (activated) call.check_result("activated", *activated, x);
+  if (activated) {
+    call.check_result("activated", *activated, x);
+    check_apart(op, "activated", *activated, "scale", scale);
+    check_apart(op, "activated", *activated, "scale_ub", scale_ub);
+  }
   const CodesOf how = {op,
                        dtype.value_or(ScalarType::Float8_e4m3fn),
                        scale,
@@ -256,8 +264,7 @@ std::tuple<Tensor, Tensor> activation_quant(const Tensor& x, const std::string& 
   std::optional<Output> out;
   if (activated) out.emplace(op, "activated", *activated);
   const DeviceOf device(x);
-  const int64_t last = x.sizes().back();
-  const Codes codes(how, x, call.size, last ? x.numel() / last : 0);
+  const Codes codes(how, x, call.size);
   call.run(x, out ? &*out : nullptr, codes.to);
   return {codes.q, codes.scale};
 }

@@ -60,6 +60,7 @@ void rms_norm_out(const Tensor& out, const Tensor& x, const OptionalTensor& weig
   check_norm("rms_norm", x, weight);
   check_like("rms_norm", "out", out, x);
   check_apart("rms_norm", "out", out, "x", x, true);
+  check_apart("rms_norm", "out", out, "weight", weight);
   const Output to("rms_norm", "out", out);
   run("rms_norm", x, nullptr, nullptr, weight, eps, weight_offset, &to, {});
 }
@@ -80,6 +81,8 @@ void fused_add_rms_norm_(const Tensor& x, const Tensor& residual, const Optional
   check_norm(op, x, weight);
   check_like(op, "residual", residual, x);
   check_apart(op, "x", x, "residual", residual);
+  check_apart(op, "x", x, "weight", weight);
+  check_apart(op, "residual", residual, "weight", weight);
   const Output normed(op, "x", x), sum(op, "residual", residual);
   run(op, x, &residual, &sum, weight, eps, weight_offset, &normed, {});
 }
@@ -103,19 +106,22 @@ std::tuple<Tensor, Tensor> quantized(const char* op, const Tensor& x, const Tens
   std::optional<Output> out;
   if (normed) out.emplace(op, "normed", *normed);
   const DeviceOf device(x);
-  const Codes codes(how, x, hidden, hidden ? x.numel() / hidden : 0);
+  const Codes codes(how, x, hidden);
   run(op, x, residual, sum, weight, eps, weight_offset, out ? &*out : nullptr, codes.to);
   return {codes.q, codes.scale};
 }
 
 void check_quantized(const char* op, const Tensor& x, const Tensor* residual, const OptionalTensor& weight,
-                     const OptionalTensor& normed) {
+                     const OptionalTensor& scale, const OptionalTensor& scale_ub, const OptionalTensor& normed) {
   check_norm(op, x, weight);
   if (residual) check_like(op, "residual", *residual, x);
   if (!normed) return;
   check_like(op, "normed", *normed, x);
   check_apart(op, "normed", *normed, "x", x, true);
   if (residual) check_apart(op, "normed", *normed, "residual", *residual);
+  check_apart(op, "normed", *normed, "weight", weight);
+  check_apart(op, "normed", *normed, "scale", scale);
+  check_apart(op, "normed", *normed, "scale_ub", scale_ub);
 }
 
 std::tuple<Tensor, Tensor> rms_norm_quant(const Tensor& x, const OptionalTensor& weight, double eps,
@@ -124,7 +130,7 @@ std::tuple<Tensor, Tensor> rms_norm_quant(const Tensor& x, const OptionalTensor&
                                           int64_t group_size, const OptionalTensor& scale_ub, bool column_major_scale,
                                           bool power_of_two_scale, const OptionalTensor& normed) {
   constexpr auto* op = "rms_norm_quant";
-  check_quantized(op, x, nullptr, weight, normed);
+  check_quantized(op, x, nullptr, weight, scale, scale_ub, normed);
   return quantized(op, x, nullptr, nullptr, weight, eps, weight_offset, dtype, scale, granularity, group_size, scale_ub,
                    column_major_scale, power_of_two_scale, normed);
 }
@@ -135,7 +141,7 @@ std::tuple<Tensor, Tensor, Tensor> fused_add_rms_norm_quant(
     int64_t group_size, const OptionalTensor& scale_ub, bool column_major_scale, bool power_of_two_scale,
     const OptionalTensor& normed) {
   constexpr auto* op = "fused_add_rms_norm_quant";
-  check_quantized(op, x, &residual, weight, normed);
+  check_quantized(op, x, &residual, weight, scale, scale_ub, normed);
   const Output sum(empty(x.sizes(), x.scalar_type(), x));
   const auto [q, returned] = quantized(op, x, &residual, &sum, weight, eps, weight_offset, dtype, scale, granularity,
                                        group_size, scale_ub, column_major_scale, power_of_two_scale, normed);
@@ -150,8 +156,11 @@ std::tuple<Tensor, Tensor> fused_add_rms_norm_quant_(const Tensor& x, const Tens
                                                      bool column_major_scale, bool power_of_two_scale,
                                                      const OptionalTensor& normed) {
   constexpr auto* op = "fused_add_rms_norm_quant_";
-  check_quantized(op, x, &residual, weight, normed);
+  check_quantized(op, x, &residual, weight, scale, scale_ub, normed);
   check_apart(op, "residual", residual, "x", x);
+  check_apart(op, "residual", residual, "weight", weight);
+  check_apart(op, "residual", residual, "scale", scale);
+  check_apart(op, "residual", residual, "scale_ub", scale_ub);
   const Output sum(op, "residual", residual);
   return quantized(op, x, &residual, &sum, weight, eps, weight_offset, dtype, scale, granularity, group_size, scale_ub,
                    column_major_scale, power_of_two_scale, normed);

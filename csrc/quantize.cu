@@ -89,11 +89,12 @@ void run_tensor(const char* op, const Input& x, Codes& codes, const DeviceOf& de
       codes.to.scales = Scales::kOfToken;  // one block holds it: one launch
     } else {
       const Spans spans(rows.count, rows.size);
-      amax = empty({spans.blocks(device)}, ScalarType::Int, x.tensor);
+      const int64_t blocks = spans.blocks(device);
+      amax = empty({blocks}, ScalarType::Int, x.tensor);
       codes.to.amax = static_cast<const unsigned*>(amax.data_ptr());
-      codes.to.amax_count = int(spans.blocks(device));
-      launch(op, amax_of_spans<T>, grid(op, spans.blocks(device)), dim3(kThreads), device.stream, spans, from,
-             rows.size, static_cast<unsigned*>(amax.data_ptr()));
+      codes.to.amax_count = int(blocks);
+      launch(op, amax_of_spans<T>, grid(op, blocks), dim3(kThreads), device.stream, spans, from, rows.size,
+             static_cast<unsigned*>(amax.data_ptr()));
     }
   }
   run_rows<false, T>(op, Plain<T>{from}, rows.count, rows.size, Norm{}, RowsOf<T>{}, codes.to, device.stream);
@@ -103,7 +104,7 @@ std::tuple<Tensor, Tensor> quantize(const CodesOf& how, const Tensor& x) {
   const DeviceOf device(x);
   const Input source(x);
   const int64_t count = source.rows.count, size = source.rows.size;
-  Codes codes(how, x, size, count);
+  Codes codes(how, x, size);
   with_float_type(x, [&](auto* element) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(element)>>;
     const auto from = source.of<T>();
@@ -227,7 +228,7 @@ __global__ void __launch_bounds__(kThreads)
     scale = fmaxf(__fsub_rn(__fdiv_rn(high, 255.f), __fdiv_rn(low, 255.f)), kAmaxFloor);
     zero = __float2int_rn(-128.f - __fdiv_rn(low, scale));
   }
-  if (threadIdx.x == 0) scales[at] = scale, zeros[at] = zero;
+  if (threadIdx.x == 0 && at == row) scales[at] = scale, zeros[at] = zero;
   const AnyDivisor divide(scale);
   const auto shifted = [&](float x) {
     const float code = rintf(divide(x)) + float(zero);
@@ -257,7 +258,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_int8_asymmetric(const Tensor& x, con
   const DeviceOf device(x);
   const Input source(x);
   const int64_t count = source.rows.count, size = source.rows.size;
-  const Codes codes(how, x, size, count);
+  const Codes codes(how, x, size);
   const Tensor zeros = empty(codes.scale.sizes(), ScalarType::Int, x);
   const Tensor given_zero =
       !zero_point || zero_point->is_contiguous() ? zero_point.value_or(x) : torch::stable::contiguous(*zero_point);

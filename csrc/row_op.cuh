@@ -56,13 +56,14 @@ struct Output {
 };
 
 // What is written must not lie where something else is read; `same`: but it may be that tensor itself.
-inline void check_apart(const char* op, const char* name, const Tensor& written, const char* other, const Tensor& read,
-                        bool same = false) {
-  if (!is_in_memory_of(written, read)) return;
-  if (same && written.data_ptr() == read.data_ptr() && shape_of(written) == shape_of(read) &&
-      text(written.strides()) == text(read.strides())) {
-    return;
+inline void check_apart(const char* op, const char* name, const Tensor& written, const char* other,
+                        const OptionalTensor& read, bool same = false) {
+  if (!read || !is_in_memory_of(written, *read)) return;
+  bool is_same = same && written.data_ptr() == read->data_ptr() && shape_of(written) == shape_of(*read);
+  for (int64_t i = 0; is_same && i < read->dim(); ++i) {
+    is_same = read->size(i) == 1 || written.stride(i) == read->stride(i);
   }
+  if (is_same) return;
   fail(op, ": ", name, " lies in the memory of ", other, "; it must ",
        same ? "be " + std::string(other) + " itself, or " : "", "lie apart from it");
 }
@@ -77,14 +78,18 @@ struct CodesOf {
   const OptionalTensor& scale_ub;
   bool column_major_scale, power_of_two_scale;
 
-  void check(const Tensor& x, int64_t k, std::vector<const char*> granularities) const {
-    std::string names;
-    bool known = false;
-    for (size_t i = 0; i < granularities.size(); ++i) {
-      known |= granularity == granularities[i];
-      names += (i == 0 ? "'" : i + 1 < granularities.size() ? ", '" : " or '") + std::string(granularities[i]) + "'";
+  void check(const Tensor& x, int64_t k, std::initializer_list<const char*> granularities) const {
+    const auto is = [&](const char* name) { return granularity == name; };
+    if (std::none_of(granularities.begin(), granularities.end(), is)) {
+      std::string names;
+      for (size_t i = 0; i < granularities.size(); ++i) {
+        names += (i == 0                         ? "'"
+                  : i + 1 < granularities.size() ? ", '"
+                                                 : " or '") +
+                 std::string(granularities.begin()[i]) + "'";
+      }
+      fail(op, ": granularity is '", granularity, "'; it must be ", names);
     }
-    CG_CHECK(known, op, ": granularity is '", granularity, "'; it must be ", names);
     CG_CHECK(group_size == 64 || group_size == 128, op, ": group_size is ", group_size, "; it must be 64 or 128");
     if (scale_ub) {
       CG_CHECK(scale_ub->scalar_type() == ScalarType::Float && scale_ub->numel() == 1, op, ": scale_ub is ",
@@ -117,7 +122,7 @@ struct CodesOf {
     const bool int8 = dtype == ScalarType::Char;
     CG_CHECK(int8 || dtype == ScalarType::Float8_e4m3fn, op, ": dtype is ", text(dtype),
              "; it must be torch.float8_e4m3fn or torch.int8");
-    check(x, k, int8 ? std::vector{"tensor", "token"} : std::vector{"tensor", "token", "group"});
+    int8 ? check(x, k, {"tensor", "token"}) : check(x, k, {"tensor", "token", "group"});
     CG_CHECK(granularity != "tensor" || scale, op, ": scale is None; for granularity 'tensor' it must be given");
   }
 
@@ -155,8 +160,11 @@ struct Codes {
   Tensor q, scale, given, bound;
   Quantization to{};
 
-  Codes(const CodesOf& how, const Tensor& x, int64_t k, int64_t rows) {
+  // k: how many values a row of x becomes.
+  Codes(const CodesOf& how, const Tensor& x, int64_t k) {
     std::vector<int64_t> shape = shape_of(x);
+    int64_t rows = 1;
+    for (size_t i = 0; i + 1 < shape.size(); ++i) rows *= shape[i];
     shape.back() = k;
     q = empty(shape, how.dtype, x);
     const std::vector<int64_t> of_scale = how.scale_shape(x, k);

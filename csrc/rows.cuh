@@ -455,15 +455,16 @@ __global__ void __launch_bounds__(Bounds<kChunks, !kNorm && std::is_same_v<Sourc
   // A row that is held by one block has at most 32768 values.
   using Column = std::conditional_t<kWhole && is_whole_row<kNorm, kWrite>, int, int64_t>;
   if (kChunks) chunks = kChunks;
-  Column begin = threadIdx.x / 32 * (chunks * kOfWarp) + threadIdx.x % 32 * kChunk;
-  if constexpr (sizeof(Column) == 8) begin += int64_t(blockIdx.x) * (blockDim.x * chunks * kChunk);
+  Column begin = Column(threadIdx.x / 32) * (chunks * kOfWarp) + threadIdx.x % 32 * kChunk;
+  if constexpr (sizeof(Column) == 8) begin += int64_t(blockIdx.x) * blockDim.x * chunks * kChunk;
 
   // Calls f(column, how many values there are from there on) for the chunks that are held at a time.
   Chunk<T> held[kHeld];
   const auto each = [&](auto f) {
     for (int i = 0; i < chunks; i += kHeld) {
       const Column column = begin + i * kOfWarp;
-      f(column, sizeof(Column) == 4 ? int(size) - int(column) : int(min(size - column, int64_t(1) << 30)));
+      // Of a long row less than there are: twice as many, which interleaved gates take, must be an int too.
+      f(column, sizeof(Column) == 4 ? int(size) - int(column) : int(min(size - column, int64_t(1) << 29)));
     }
   };
   const auto for_held = [&](int n, auto f) {  // f(i, where chunk i is after the first, how many values it has)
@@ -638,18 +639,23 @@ struct Cut {
 template <bool kNorm, class T, class Source>
 void run_rows(const char* op, const Source& source, int64_t rows, int64_t size, const Norm& norm, const RowsOf<T>& out,
               const Quantization& to, cudaStream_t stream) {
-  if (rows == 0) return;
+  // The tensor's scale is there even where the tensor is empty.
+  const bool one_scale = to.scales != Scales::kNone && to.group_shift == 0 && to.stride[0] == 0;
+  if (rows == 0 && !one_scale) return;
+  if (rows == 0) rows = 1, size = 0;
   const Cut cut(rows, size, kNorm || to.scales == Scales::kOfToken);
   const bool whole = size % kChunk == 0 && source.wide() && (!out.data || out.wide) &&
                      (to.scales == Scales::kNone || to.q_wide) &&
                      (norm.dtype == CUTEGEMM_NONE || (norm.wide && norm.dtype == dtype_of<T>));
   constexpr int64_t kMost = 65535;  // of a grid, in y and z
   const int64_t blocks = (rows + cut.rows_a_block - 1) / cut.rows_a_block, z = (blocks + kMost - 1) / kMost;
-  CG_CHECK(z <= kMost && rows < int64_t(1) << 32, op, ": x has ", rows, " rows, more than one launch takes");
+  const int64_t y = (blocks + z - 1) / z;
+  CG_CHECK(z <= kMost && y * z * cut.rows_a_block < int64_t(1) << 32, op, ": x has ", rows,
+           " rows, more than one launch takes");
   const auto run = [&](auto write, auto chunks, auto full) {
     launch(op, row_kernel<T, Source, kNorm, decltype(write)::value, decltype(chunks)::value, decltype(full)::value>,
-           dim3(unsigned(cut.parts), unsigned((blocks + z - 1) / z), unsigned(z)), dim3(cut.threads, cut.rows_a_block),
-           stream, source, uint32_t(rows), size, cut.chunks, norm, out, to);
+           dim3(unsigned(cut.parts), unsigned(y), unsigned(z)), dim3(cut.threads, cut.rows_a_block), stream, source,
+           uint32_t(rows), size, cut.chunks, norm, out, to);
   };
   const auto with_chunks = [&](auto write) {
     if constexpr (sizeof(T) == 2) {

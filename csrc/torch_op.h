@@ -176,7 +176,8 @@ inline bool is_in_memory_of(const Tensor& out, const Tensor& x) {
   };
   if (out.numel() == 0 || x.numel() == 0) return false;
   const Span a = span(out), b = span(x);
-  return a.begin < b.end && b.begin < a.end && (a.begin == b.begin || (a.dense && b.dense));
+  if (a.begin >= b.end || b.begin >= a.end) return false;
+  return a.begin == b.begin || (a.dense && a.begin <= b.begin) || (b.dense && b.begin <= a.begin);
 }
 
 // A tensor as rows of its last dimension, whose stride is one: row i starts i * stride elements after the first.

@@ -2,8 +2,10 @@
 
     activation(x) = f(min(g, limit)) * (clamp(u, -limit, limit) + beta)
 
-in float32, rounded once, to the dtype of x. g and u are the two parts of x that `gate` names, and without a gate f(x)
-is all of it. Without a limit nothing is clamped. f is one of FUNCTIONS.
+in float32, rounded once, to the dtype of x. g and u are the two parts of x that `gate` names; without a gate it is
+f(min(x, limit)). Without a limit nothing is clamped. f is one of FUNCTIONS, and alpha is silu's alone. What is wrong
+with a call is a TypeError or ValueError on a CPU and a RuntimeError with the same sentence on CUDA, before anything is
+written.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .quantize import BLOCK, check_device, check_floats, quantize_fused
+from .quantize import BLOCK, check_device, check_floats, check_output, quantize_fused
 from .registry import Input, nbytes, op
 
 FUNCTIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
@@ -31,7 +33,16 @@ def _width(x: Tensor, gate: str) -> int:
     return x.shape[-1] if gate == "none" else x.shape[-1] // 2
 
 
-def _check(op: str, x: Tensor, function: str, gate: str, limit: float | None, **results: Tensor | None) -> None:
+def _check(
+    op: str,
+    x: Tensor,
+    function: str,
+    gate: str,
+    limit: float | None,
+    alpha: float,
+    beta: float,
+    **results: Tensor | None,
+) -> None:
     check_floats(op, "x", x)
     if function not in FUNCTIONS:
         raise ValueError(f"{op}: function is '{function}'; it must be 'silu', 'gelu', 'gelu_tanh' or 'relu2'")
@@ -39,6 +50,10 @@ def _check(op: str, x: Tensor, function: str, gate: str, limit: float | None, **
         raise ValueError(f"{op}: gate is '{gate}'; it must be 'none', 'first', 'second' or 'interleaved'")
     if limit is not None and not limit >= 0:
         raise ValueError(f"{op}: limit is {limit:g}; it must be zero or more")
+    if alpha != 1 and function != "silu":
+        raise ValueError(f"{op}: alpha is {alpha:g}; it must be 1, since only 'silu' has one")
+    if beta != 0 and gate == "none":
+        raise ValueError(f"{op}: beta is {beta:g}; it must be 0, since with gate 'none' there is nothing to add it to")
     if gate != "none" and x.shape[-1] % 2:
         raise ValueError(f"{op}: x is {list(x.shape)}; its last dimension must be even, a gate for each value")
     for name, result in results.items():
@@ -78,7 +93,7 @@ _CASES: list[dict[str, object]] = [
 
 
 @op(f"activation({_ARGUMENTS}) -> Tensor", cases=_CASES)
-def activation(
+def _activation(
     x: Tensor,
     function: str = "silu",
     gate: str = "first",
@@ -86,16 +101,8 @@ def activation(
     alpha: float = 1.0,
     beta: float = 0.0,
 ) -> Tensor:
-    """The activation of x (..., d) or, with a gate, (..., 2 d), of BF16, FP16 or FP32: (..., d) in the dtype of x.
-
-    function: "silu", x / (1 + exp(-alpha x)); "gelu"; "gelu_tanh", its approximation by tanh (Hendrycks and Gimpel,
-    2016); "relu2", max(x, 0)**2. gate: where the values that are activated lie; they are multiplied with the others:
-    "none" all of x, "first" or "second" half, "interleaved" the even elements. limit, alpha, beta: as in the formula
-    at the head of this module.
-
-    Rows with a stride are read in place, other layouts are copied first.
-    """
-    _check("activation", x, function, gate, limit)
+    """`activation` as a torch op."""
+    _check("activation", x, function, gate, limit, alpha, beta)
     return _activated(x, function, gate, limit, alpha, beta)
 
 
@@ -104,7 +111,7 @@ def activation(
     cases=[{"out": Input((5, 96)), "x": Input((5, 192))}],
     bytes=lambda *args, **named: nbytes(args, named),
 )
-def activation_out(
+def _activation_out(
     out: Tensor,
     x: Tensor,
     function: str = "silu",
@@ -113,9 +120,35 @@ def activation_out(
     alpha: float = 1.0,
     beta: float = 0.0,
 ) -> None:
-    """`activation` into out."""
-    _check("activation", x, function, gate, limit, out=out)
+    """`activation` into out, as a torch op."""
+    _check("activation", x, function, gate, limit, alpha, beta, out=out)
+    check_output("activation", "out", out, "x" if gate == "none" else "", x=x)
     out.copy_(_activated(x, function, gate, limit, alpha, beta))
+
+
+def activation(
+    x: Tensor,
+    function: str = "silu",
+    gate: str = "first",
+    limit: float | None = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The activation of x (..., d) or, with a gate, (..., 2 d), of BF16, FP16 or FP32: (..., d) in the dtype of x.
+
+    function: "silu", x / (1 + exp(-alpha x)); "gelu", x / 2 * erfc(-x / sqrt(2)), and "gelu_tanh", its approximation by
+    tanh (Hendrycks and Gimpel, 2016); "relu2", max(x, 0)**2. gate: where the values that are activated lie; they are
+    multiplied with the others: "none" all of x, "first" or "second" half, "interleaved" the even elements. limit,
+    alpha, beta: as in the formula at the head of this module.
+
+    Rows with a stride are read in place, other layouts are copied first. out: of the shape and dtype of the result, its
+    rows at equal distances; with gate "none" it may be x itself.
+    """
+    if out is None:
+        return _activation(x, function, gate, limit, alpha, beta)
+    _activation_out(out, x, function, gate, limit, alpha, beta)
+    return out
 
 
 @op(
@@ -149,9 +182,11 @@ def activation_quant(
     """`activation`, quantized in the same pass: returns codes and scale, bit for bit those of the two ops apart.
 
     The arguments of the codes are those of rms_norm_quant. activated: (..., d) in the dtype of x, takes the activation
-    itself as well.
+    itself as well; what is said of out in `activation` holds for it.
     """
-    _check("activation_quant", x, function, gate, limit, activated=activated)
+    _check("activation_quant", x, function, gate, limit, alpha, beta, activated=activated)
+    itself = "x" if gate == "none" else ""
+    check_output("activation_quant", "activated", activated, itself, x=x, scale=scale, scale_ub=scale_ub)
     values = _activated(x, function, gate, limit, alpha, beta)
     codes = quantize_fused(
         "activation_quant", values, dtype, scale, granularity, group_size, scale_ub, column_major_scale,
@@ -162,53 +197,38 @@ def activation_quant(
     return codes
 
 
-def _face(
-    x: Tensor,
-    out: Tensor | None,
-    function: str,
-    gate: str,
-    limit: float | None = None,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-) -> Tensor:
-    if out is None:
-        return activation(x, function, gate, limit, alpha, beta)
-    activation_out(out, x, function, gate, limit, alpha, beta)
-    return out
-
-
 def silu_and_mul(
     x: Tensor, limit: float | None = None, alpha: float = 1.0, beta: float = 0.0, out: Tensor | None = None
 ) -> Tensor:
     """silu of the first half of x times its second half: SwiGLU (Shazeer, 2020). See `activation`."""
-    return _face(x, out, "silu", "first", limit, alpha, beta)
+    return activation(x, "silu", "first", limit, alpha, beta, out)
 
 
 def mul_and_silu(x: Tensor, out: Tensor | None = None) -> Tensor:
     """silu of the second half of x times its first half. See `activation`."""
-    return _face(x, out, "silu", "second")
+    return activation(x, "silu", "second", out=out)
 
 
 def gelu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
     """gelu of the first half of x times its second half: GEGLU. See `activation`."""
-    return _face(x, out, "gelu", "first")
+    return activation(x, "gelu", "first", out=out)
 
 
 def gelu_tanh_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
     """gelu by tanh of the first half of x times its second half. See `activation`."""
-    return _face(x, out, "gelu_tanh", "first")
+    return activation(x, "gelu_tanh", "first", out=out)
 
 
 def swigluoai_and_mul(
     x: Tensor, alpha: float = 1.702, limit: float = 7.0, beta: float = 1.0, out: Tensor | None = None
 ) -> Tensor:
     """The gated unit of gpt-oss: even elements are gates, odd ones what they are multiplied with. See `activation`."""
-    return _face(x, out, "silu", "interleaved", limit, alpha, beta)
+    return activation(x, "silu", "interleaved", limit, alpha, beta, out)
 
 
 def gelu_new(x: Tensor, out: Tensor | None = None) -> Tensor:
     """gelu by tanh, as in GPT-2. See `activation`."""
-    return _face(x, out, "gelu_tanh", "none")
+    return activation(x, "gelu_tanh", "none", out=out)
 
 
 # The same function: the two are written in different ways where they come from.
@@ -217,9 +237,9 @@ gelu_fast = gelu_new
 
 def gelu_quick(x: Tensor, out: Tensor | None = None) -> Tensor:
     """x / (1 + exp(-1.702 x)), as in CLIP. See `activation`."""
-    return _face(x, out, "silu", "none", None, 1.702)
+    return activation(x, "silu", "none", None, 1.702, out=out)
 
 
 def relu2(x: Tensor, out: Tensor | None = None) -> Tensor:
     """max(x, 0)**2 (So et al., 2021). See `activation`."""
-    return _face(x, out, "relu2", "none")
+    return activation(x, "relu2", "none", out=out)

@@ -6,13 +6,13 @@ ones there are: the CUDA dispatcher asks them for the sentence whenever a call i
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .epilogues import asymmetric, linear, scaled
+from .quantize import lies_in_memory_of
 from .registry import Input, nbytes, op
 from .variants import KERNELS, Choice
 
@@ -79,17 +79,9 @@ def _check_kernel(op: str, kernel: str | None) -> None:
 
 
 def check_memory(op: str, out: Any, **operands: Any) -> None:
-    """Refuses an out in whose memory an operand lies, where that is plain: views may interleave without touching."""
-
-    def span(x: Any) -> tuple[int, int, bool]:
-        last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-        return x.data_ptr(), x.data_ptr() + (last + 1) * x.dtype.itemsize, last + 1 == prod(x.shape)
-
+    """Refuses an out in whose memory an operand lies, where that is plain."""
     for name, x in operands.items():
-        if out is None or x is None or not prod(out.shape) or not prod(x.shape):
-            continue
-        (begin, end, dense), (x_begin, x_end, x_dense) = span(out), span(x)
-        if begin < x_end and x_begin < end and (begin == x_begin or (dense and x_dense)):
+        if out is not None and x is not None and lies_in_memory_of(out, x):
             raise ValueError(
                 f"{op}: out lies in the memory of {name}; it must not, since {name} is read while it is written"
             )

@@ -95,7 +95,7 @@ class Layer(nn.Module):
         self.ff = FeedForward(config)
 
     def forward(self, x: Tensor, residual: Tensor | None, *attention: Any) -> tuple[Tensor, Tensor]:
-        """What is to be added to the second result, which the next norm does."""
+        """Returns (y, residual): the layer's output is y + residual, and the next norm adds them."""
         normed, residual = self.attention_norm(x, residual, self.attention.qkv)
         normed, residual = self.ff_norm(self.attention(normed, *attention), residual, self.ff.gate_up)
         return self.ff(normed), residual

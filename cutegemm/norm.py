@@ -2,7 +2,8 @@
 
     rms_norm(x) = x * rsqrt(mean(x * x) + eps) * (weight + weight_offset)
 
-over the last dimension, in float32, rounded once, to the dtype of x.
+over the last dimension, in float32, rounded once, to the dtype of x. What is wrong with a call is a TypeError or
+ValueError on a CPU and a RuntimeError with the same sentence on CUDA, before anything is written.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .quantize import BLOCK, check_device, check_floats, quantize_fused
-from .registry import Input, nbytes, op
+from .quantize import BLOCK, check_device, check_floats, check_output, quantize_fused
+from .registry import OPS, Input, nbytes, op
 
 
 def _check_norm(op: str, x: Tensor, weight: Tensor | None, **others: Tensor | None) -> None:
@@ -72,6 +73,7 @@ def _rms_norm_out(
 ) -> None:
     """`rms_norm` into out, as a torch op."""
     _check_norm("rms_norm", x, weight, out=out)
+    check_output("rms_norm", "out", out, "x", x=x, weight=weight)
     out.copy_(_norm(x, weight, eps, weight_offset))
 
 
@@ -127,6 +129,8 @@ def fused_add_rms_norm_(
     The rows of both must lie at equal distances, and their last dimension have stride one.
     """
     _check_norm("fused_add_rms_norm_", x, weight, residual=residual)
+    check_output("fused_add_rms_norm_", "x", x, residual=residual, weight=weight)
+    check_output("fused_add_rms_norm_", "residual", residual, weight=weight)
     total = _add(x, residual)
     residual.copy_(total)
     x.copy_(_norm(total, weight, eps, weight_offset))
@@ -168,9 +172,11 @@ def rms_norm_quant(
     """rms_norm, quantized in the same pass: returns codes and scale, bit for bit those of the two ops apart.
 
     dtype: torch.float8_e4m3fn (None) or torch.int8. granularity: "token"; "tensor", with a given scale; for FP8 also
-    "group". The others are as in quantize_fp8. normed: of the shape and dtype of x, takes the norm itself as well.
+    "group". The others are as in quantize_fp8. normed: of the shape and dtype of x, takes the norm itself as well; its
+    rows lie at equal distances, and it may be x itself, but not residual.
     """
     _check_norm("rms_norm_quant", x, weight, normed=normed)
+    check_output("rms_norm_quant", "normed", normed, "x", x=x, weight=weight, scale=scale, scale_ub=scale_ub)
     values = _norm(x, weight, eps, weight_offset)
     codes = quantize_fused(
         "rms_norm_quant",
@@ -210,6 +216,8 @@ def fused_add_rms_norm_quant(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """fused_add_rms_norm with its norm quantized as by rms_norm_quant: returns codes, scale and x + residual."""
     _check_norm("fused_add_rms_norm_quant", x, weight, residual=residual, normed=normed)
+    op = "fused_add_rms_norm_quant"
+    check_output(op, "normed", normed, "x", x=x, residual=residual, weight=weight, scale=scale, scale_ub=scale_ub)
     total = _add(x, residual).contiguous()
     values = _norm(total, weight, eps, weight_offset)
     codes = quantize_fused(
@@ -225,6 +233,7 @@ def fused_add_rms_norm_quant(
     f"fused_add_rms_norm_quant_(Tensor x, Tensor(a!) residual, Tensor? weight=None, {_QUANT_SCHEMA}) "
     "-> (Tensor, Tensor)",
     cases=[{"x": Input((5, 96)), "residual": Input((5, 96)), "weight": _WEIGHT, **case} for case in _QUANT_CASES],
+    bytes=lambda x, residual, *rest, **named: 2 * nbytes(residual) + OPS["rms_norm_quant"].bytes(x, *rest, **named),
 )
 def fused_add_rms_norm_quant_(
     x: Tensor,
@@ -243,6 +252,9 @@ def fused_add_rms_norm_quant_(
 ) -> tuple[Tensor, Tensor]:
     """fused_add_rms_norm_quant with x + residual written to residual: returns codes and scale."""
     _check_norm("fused_add_rms_norm_quant_", x, weight, residual=residual, normed=normed)
+    op = "fused_add_rms_norm_quant_"
+    check_output(op, "normed", normed, "x", x=x, residual=residual, weight=weight, scale=scale, scale_ub=scale_ub)
+    check_output(op, "residual", residual, x=x, weight=weight, scale=scale, scale_ub=scale_ub)
     total = _add(x, residual)
     values = _norm(total, weight, eps, weight_offset)
     codes = quantize_fused(

@@ -1,4 +1,5 @@
-"""Quantization to FP8 (e4m3) and INT8, and back.
+"""Quantization to FP8 (e4m3) and INT8, and back. What is wrong with a call is a TypeError or ValueError on a CPU and a
+RuntimeError with the same sentence on CUDA, before anything is written.
 
 `quantize_rows` is the specification of every quantized output, also of the ops of norm.py and activation.py that
 quantize what they compute.
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from .registry import Input, op
@@ -38,6 +40,50 @@ def check_device(op: str, name: str, x: Tensor, of: Tensor) -> None:
         raise ValueError(f"{op}: {name} is on {x.device}; it must be on the device of x, {of.device}")
 
 
+def check_output(op: str, name: str, out: Tensor | None, itself: str = "", **reads: Tensor | None) -> None:
+    """Refuses an out that has no rows at equal distances, or in whose memory lies what is read while it is written.
+
+    itself: what out may be. Views that interleave without touching can't be told from others: those pass.
+    """
+    if out is None or out.is_meta or isinstance(out, FakeTensor):
+        return
+    *leading, k = out.shape
+    rows, stride = 1, k
+    equal = k <= 1 or out.stride(-1) == 1
+    for size, step in zip(reversed(leading), reversed(out.stride()[:-1]), strict=True):
+        if size != 1:
+            stride = step if rows == 1 else stride
+            equal = equal and (step == rows * stride or out.numel() == 0)
+            rows *= size
+    if not equal or (rows > 1 and stride < k):
+        raise ValueError(
+            f"{op}: {name} has the strides {list(out.stride())}; its last dimension must have stride one, and its rows "
+            f"lie at equal distances"
+        )
+    for other, x in reads.items():
+        if x is None or not lies_in_memory_of(out, x):
+            continue
+        sizes = [[d for d in zip(t.shape, t.stride(), strict=True) if d[0] != 1] for t in (out, x)]
+        if other != itself or out.data_ptr() != x.data_ptr() or out.shape != x.shape or sizes[0] != sizes[1]:
+            either = f"be {other} itself, or " if other == itself else ""
+            raise ValueError(f"{op}: {name} lies in the memory of {other}; it must {either}lie apart from it")
+
+
+def lies_in_memory_of(out: Tensor, x: Tensor) -> bool:
+    """Whether writing out would change x, where that is plain to see."""
+
+    def span(t: Tensor) -> tuple[int, int, bool]:
+        last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+        return t.data_ptr(), t.data_ptr() + (last + 1) * t.dtype.itemsize, last + 1 == math.prod(t.shape)
+
+    if not math.prod(out.shape) or not math.prod(x.shape):
+        return False
+    (begin, end, dense), (x_begin, x_end, x_dense) = span(out), span(x)
+    if begin >= x_end or x_begin >= end:
+        return False
+    return begin == x_begin or (dense and begin <= x_begin) or (x_dense and x_begin <= begin)
+
+
 def check_quantization(
     op: str,
     x: Tensor,
@@ -56,8 +102,9 @@ def check_quantization(
     if group_size not in (64, 128):
         raise ValueError(f"{op}: group_size is {group_size}; it must be 64 or 128")
     if scale_ub is not None:
-        if scale_ub.dtype != torch.float32 or scale_ub.numel() != 1:
-            raise ValueError(
+        fault = TypeError if scale_ub.dtype != torch.float32 else ValueError if scale_ub.numel() != 1 else None
+        if fault:
+            raise fault(
                 f"{op}: scale_ub is {scale_ub.dtype} of {list(scale_ub.shape)}; it must be one element of torch.float32"
             )
         check_device(op, "scale_ub", scale_ub, x)
@@ -253,27 +300,15 @@ def quantize_fp8(
     Slices of a wider tensor, whose last dimension has stride one and whose rows lie at equal distances, are
     read in place. An x of any other layout is copied first.
     """
-    check_quantize("quantize_fp8", x, scale, granularity, group_size, scale_ub, power_of_two_scale)
+    op = "quantize_fp8"
+    check_floats(op, "x", x)
+    if granularity == "block" and x.dim() < 2:
+        raise ValueError(f"{op}: x is {list(x.shape)}; for granularity 'block' it must have two dimensions or more")
+    names = ("tensor", "token", "channel", "group", "block")
+    check_quantization(op, x, x.shape[-1], scale, granularity, names, group_size, scale_ub, power_of_two_scale)
     return quantize_rows(
         x, torch.float8_e4m3fn, scale, granularity, group_size, scale_ub, column_major_scale, power_of_two_scale
     )
-
-
-def check_quantize(
-    op: str,
-    x: Tensor,
-    scale: Tensor | None,
-    granularity: str,
-    group_size: int = BLOCK,
-    scale_ub: Tensor | None = None,
-    power_of_two_scale: bool = False,
-) -> None:
-    check_floats(op, "x", x)
-    names = ("tensor", "token", "channel", "group", "block")[: 5 if op == "quantize_fp8" else 3]
-    k = x.shape[-1]
-    if granularity == "block" and "block" in names and x.dim() < 2:
-        raise ValueError(f"{op}: x is {list(x.shape)}; for granularity 'block' it must have two dimensions or more")
-    check_quantization(op, x, k, scale, granularity, names, group_size, scale_ub, power_of_two_scale)
 
 
 @op(
@@ -291,7 +326,9 @@ def quantize_int8(x: Tensor, scale: Tensor | None = None, granularity: str = "te
     As quantize_fp8 with granularity "tensor", "token" or "channel". The scale is max(amax, 2**-40) / 127; q is
     x / scale in float32, rounded to nearest even and clamped to -128..127. NaN becomes 0.
     """
-    check_quantize("quantize_int8", x, scale, granularity)
+    op = "quantize_int8"
+    check_floats(op, "x", x)
+    check_quantization(op, x, x.shape[-1], scale, granularity, ("tensor", "token", "channel"), BLOCK, None, False)
     return quantize_rows(x, torch.int8, scale, granularity)
 
 
@@ -335,7 +372,7 @@ def quantize_int8_asymmetric(
             raise ValueError(
                 f"{name}: zero_point is {list(zero_point.shape)}; it must be the shape of scale, {list(scale.shape)}"
             )
-        scale, zero_point = scale.reshape(shape).clone(), zero_point.reshape(shape).clone()
+        scale, zero_point = (t.reshape(shape).clone(memory_format=torch.contiguous_format) for t in (scale, zero_point))
     else:
         units = _units(values.where(values.isfinite(), 0.0), granularity, BLOCK)  # which have a zero at the end
         low, high = units.amin(-1).reshape(shape), units.amax(-1).reshape(shape)
@@ -348,18 +385,16 @@ def quantize_int8_asymmetric(
 
 def _dequantize(name: str, q: Tensor, scale: Tensor, group_size: int, zero_point: Any = None) -> Tensor:
     values, leading = q.float(), tuple(q.shape[:-1])
+    granularity = ""
     if scale.numel() == 1 and q.numel() != 0:
         granularity = "tensor"
-    elif _is_one_a_row(scale, leading):
-        granularity = "token"
-    else:
-        granularity = ""
-        for candidate in ("group", "block"):
-            if (candidate == "group" or q.dim() > 1) and tuple(scale.shape) == _scale_shape(
-                leading, q.shape[-1], candidate, group_size
-            ):
+    else:  # the shapes that are returned first: a block's (1, n) is one of a row's too
+        for candidate in ("token", "channel", "group", "block") if q.dim() > 1 else ("token", "channel", "group"):
+            if tuple(scale.shape) == _scale_shape(leading, q.shape[-1], candidate, group_size):
                 granularity = candidate
                 break
+        if not granularity and _is_one_a_row(scale, leading):
+            granularity = "token"
     if not granularity:
         raise ValueError(
             f"{name}: scale is {list(scale.shape)}; it must have one element, one for each row of q, which is "
@@ -373,7 +408,8 @@ def _dequantize(name: str, q: Tensor, scale: Tensor, group_size: int, zero_point
 def dequantize_fp8(q: Tensor, scale: Tensor, group_size: int = 128) -> Tensor:
     """q * scale in float32, in plain torch, for q (..., k) and a scale as quantize_fp8 returns it.
 
-    group_size is for a scale (..., ceil(k / group_size)). Where a shape could be that and a block's, it is a group's.
+    group_size is for a scale (..., ceil(k / group_size)). A shape of granularity "token", "channel", "group" or "block"
+    is taken as that, in this order; another that has one scale a row, as one a row.
     """
     return _dequantize("dequantize_fp8", q, scale, group_size)
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor
 import cutegemm
 from cutegemm.quantize import quantize_fp8, quantize_int8
 from cutegemm.testing import guarded, make_operand, misaligned, padded
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = [BF16, FP16, FP32]
@@ -83,7 +86,9 @@ def assert_rounded(out: Tensor, want: Tensor) -> None:
 @pytest.mark.parametrize("name", GATED)
 def test_case_031_gated(device: str, name: str, width: int, dtype: torch.dtype) -> None:
     x = make(5, 2 * width, dtype)
-    out = getattr(cutegemm, name)(x.to(device))
+    moved = x.to(device, copy=True)
+    out = getattr(cutegemm, name)(moved)
+    assert torch.equal(moved.cpu(), x)
     assert out.shape == (5, width)
     assert out.dtype == dtype
     assert out.is_contiguous()
@@ -95,7 +100,9 @@ def test_case_031_gated(device: str, name: str, width: int, dtype: torch.dtype) 
 @pytest.mark.parametrize("name", PLAIN)
 def test_plain(device: str, name: str, width: int, dtype: torch.dtype) -> None:
     x = make(5, width, dtype)
-    assert_rounded(getattr(cutegemm, name)(x.to(device)), PLAIN[name](x.double()))
+    moved = x.to(device, copy=True)
+    assert_rounded(getattr(cutegemm, name)(moved), PLAIN[name](x.double()))
+    assert torch.equal(moved.cpu(), x)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -133,12 +140,46 @@ def test_every_constant_counts(device: str, argument: str, value: float) -> None
     assert not torch.equal(out, cutegemm.silu_and_mul(x))
 
 
+def test_activation_takes_out(device: str) -> None:
+    x = make(6, 64, device=device)
+    for arguments in (("silu", "first", None, 1.5, 0.5), ("gelu", "interleaved", 1.0), ("relu2", "none", 1.0)):
+        want = cutegemm.activation(x, *arguments)
+        out = torch.empty_like(want)
+        assert cutegemm.activation(x, *arguments, out=out) is out
+        assert torch.equal(out, want)
+    itself = x.clone()
+    assert cutegemm.activation(itself, "relu2", "none", 1.0, out=itself) is itself
+    assert torch.equal(itself, want)
+
+
 # Quantized
+
+
+def given(x: Tensor, per: int | None = None, store: Callable[[Tensor], Tensor] = lambda scale: scale) -> Tensor:
+    """A scale of each row of x or, with per, of each group of so many, all of them different."""
+    groups = 1 if per is None else -(-x.shape[-1] // per)
+    scale = torch.rand(math.prod(x.shape[:-1]), groups, generator=torch.Generator().manual_seed(5)) * 0.1 + 0.01
+    return store(scale.to(x.device)).view(*x.shape[:-1], groups)
+
+
+def columns(scale: Tensor) -> Tensor:
+    """The scales of a group side by side."""
+    return scale.t().contiguous().t()
+
+
+def case_for(case: dict[str, Any], activated: Tensor) -> dict[str, Any]:
+    """A case with its tensors on that device; what is callable makes one for what is quantized."""
+    made = {name: value(activated) if callable(value) else value for name, value in case.items()}
+    return {name: value.to(activated.device) if isinstance(value, Tensor) else value for name, value in made.items()}
+
 
 QUANTIZED: dict[str, dict[str, Any]] = {
     "token": {},
     "token, bound": {"scale_ub": torch.tensor([2.0])},
     "token, int8": {"dtype": torch.int8},
+    "token, given": {"scale": given},
+    "token, given with gaps, int8": {"scale": lambda x: given(x, store=lambda s: padded(s, 3)), "dtype": torch.int8},
+    "tensor, int8": {"granularity": "tensor", "scale": torch.tensor([0.03]), "dtype": torch.int8},
     "tensor": {"granularity": "tensor", "scale": torch.tensor(0.03)},
     "group": {"granularity": "group"},
     "group of 64, rows, powers of two": {
@@ -146,6 +187,13 @@ QUANTIZED: dict[str, dict[str, Any]] = {
         "group_size": 64,
         "column_major_scale": False,
         "power_of_two_scale": True,
+    },
+    "group, given in columns": {"granularity": "group", "scale": lambda x: given(x, 128, columns)},
+    "group of 64, rows, given": {
+        "granularity": "group",
+        "group_size": 64,
+        "column_major_scale": False,
+        "scale": lambda x: given(x, 64),
     },
 }
 
@@ -166,19 +214,20 @@ def test_quantized_has_the_bits_of_the_ops_apart(
     device: str, width: int, arguments: tuple[Any, ...], dtype: torch.dtype, case: dict[str, Any]
 ) -> None:
     x = make(3, width if arguments[1] == "none" else 2 * width, dtype, device=device)
-    case = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in case.items()}
     activated = cutegemm.activation(x, *arguments)
+    case = case_for(case, activated)
+    before = {name: value.clone() for name, value in {**case, "x": x}.items() if isinstance(value, Tensor)}
     for also in (None, torch.empty_like(activated)):
         q, scale = cutegemm.activation_quant(x, *arguments, **case, activated=also)
-        given = dict(case)
-        if given.pop("dtype", None) == torch.int8:
-            want, its_scale = quantize_int8(activated, granularity="token")
-        else:
-            want, its_scale = quantize_fp8(activated, **{"granularity": "token", **given})
+        how = {"granularity": "token", **case}
+        quantize = quantize_int8 if how.pop("dtype", None) == torch.int8 else quantize_fp8
+        want, its_scale = quantize(activated, **how)
         assert torch.equal(q.view(torch.uint8), want.view(torch.uint8))
         assert torch.equal(scale, its_scale)
         assert scale.stride() == its_scale.stride()
+        assert "scale" not in case or torch.equal(scale.flatten(), case["scale"].flatten())
         assert also is None or torch.equal(also, activated)
+    assert all(torch.equal({**case, "x": x}[name], value) for name, value in before.items())
 
 
 @pytest.mark.parametrize("arguments", [("silu", "first", None, 1.0, 0.0), ("gelu_tanh", "second", 5.0, 1.0, 0.0)])
@@ -208,10 +257,15 @@ def test_layouts_give_what_their_copies_give(device: str, gate: str, width: int)
         misaligned(x, 4),
         x.t().contiguous().t(),
         x.repeat_interleave(2, -1)[:, ::2],
+        x.clone().as_strided((12, 1, width), (width, 7, 1)),
         padded(x.view(3, 4, width), width + 8),
         torch.cat([x.view(3, 4, width)] * 2, 1)[:, :4],
     ):
         assert torch.equal(cutegemm.activation(view, "silu", gate).view_as(want), want)
+    one, row = x[:1].clone(), want[:1]
+    assert torch.equal(cutegemm.activation(one.as_strided((1, width), (2**31, 1)), "silu", gate), row)
+    out = torch.empty_like(row).as_strided(row.shape, (2**31, 1))
+    assert torch.equal(cutegemm.activation(one, "silu", gate, out=out), row)
 
 
 def test_output_with_gaps(device: str) -> None:
@@ -221,6 +275,48 @@ def test_output_with_gaps(device: str) -> None:
         assert cutegemm.silu_and_mul(x, out=out) is out
         assert torch.equal(out, cutegemm.silu_and_mul(x))
         check()
+
+
+@pytest.mark.parametrize("case", QUANTIZED.values(), ids=QUANTIZED)
+def test_activated_with_gaps_and_at_any_alignment(device: str, case: dict[str, Any]) -> None:
+    x = make(7, 192, device=device)
+    want = cutegemm.silu_and_mul(x)
+    case = case_for(case, want)
+    q, scale = cutegemm.activation_quant(x, **case)
+    for pitch in (96, 97, 128):
+        activated, check = guarded((7, 96), device=device, pitch=pitch)
+        codes, its_scale = cutegemm.activation_quant(x, **case, activated=activated)
+        assert torch.equal(activated, want)
+        assert torch.equal(codes.view(torch.uint8), q.view(torch.uint8))
+        assert torch.equal(its_scale, scale)
+        check()
+    for offset in range(1, 8):
+        activated = misaligned(torch.full_like(want, math.nan), offset)
+        cutegemm.activation_quant(x, **case, activated=activated)
+        assert torch.equal(activated, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("shape", [(0, 64), (4, 0), (2, 0, 8), (0,)])
+def test_a_tensors_scale_of_nothing_is_the_given_one(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = torch.empty(shape, dtype=BF16, device=device)
+    for gate in ("first", "interleaved", "none"):
+        for s in (torch.tensor(0.5, device=device), torch.tensor([3.0], device=device)):
+            q, scale = cutegemm.activation_quant(x, gate=gate, dtype=dtype, granularity="tensor", scale=s)
+            assert q.shape == (*shape[:-1], shape[-1] // (1 if gate == "none" else 2))
+            assert scale.shape == ()
+            assert scale.item() == s.item()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("column_major_scale", [True, False])
+@pytest.mark.parametrize("shape", [(0, 64), (4, 0), (0, 0), (2, 0, 8)])
+def test_scales_of_nothing_have_the_strides_of_the_references(shape: tuple[int, ...], column_major_scale: bool) -> None:
+    x = torch.empty(shape, dtype=BF16)
+    for case in ({}, {"granularity": "group", "column_major_scale": column_major_scale}):
+        want = cutegemm.activation_quant(x, **case)
+        for one, other in zip(cutegemm.activation_quant(x.cuda(), **case), want, strict=True):
+            assert (one.shape, one.stride()) == (other.shape, other.stride())
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (4, 0), (0, 0), (2, 0, 8), (0,)])
@@ -271,6 +367,56 @@ def test_offsets_beyond_32_bits() -> None:
     assert torch.equal(scale[last], its_scale)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("gate", ["first", "interleaved", "none"])
+def test_rows_2_31_elements_apart(gate: str) -> None:
+    buffer = torch.empty(2**31 + 4 * 576, dtype=BF16, device="cuda")
+    dense = make(2, 576, device="cuda")
+    x = buffer.as_strided((2, 576), (2**31, 1)).copy_(dense)
+    want = cutegemm.activation(dense, "silu", gate)
+    out, activated = (buffer.as_strided(want.shape, (2**31, 1), i * 576) for i in (1, 2))
+    assert torch.equal(cutegemm.activation(x, "silu", gate, out=out), want)
+    q, scale = cutegemm.activation_quant(x, "silu", gate, granularity="group", activated=activated)
+    other, its_scale = quantize_fp8(want, granularity="group")
+    assert torch.equal(q.view(torch.uint8), other.view(torch.uint8))
+    assert torch.equal(scale, its_scale)
+    assert torch.equal(activated, want)
+
+
+@pytest.mark.gpu
+def test_one_row_of_more_than_2_31_elements() -> None:
+    n = 2**31 + 8192
+    x = torch.zeros(n, dtype=BF16, device="cuda")
+    # The second has an offset of 2**31 in its middle.
+    parts = [slice(0, 8192), slice(2**31 - 8192, n)]
+    for seed, part in enumerate(parts):
+        x[part] = make(1, part.stop - part.start, seed=seed, device="cuda")[0]
+    out = cutegemm.activation(x, "silu", "interleaved")
+    assert out.shape == (n // 2,)
+    for part in parts:
+        want = cutegemm.activation(x[part], "silu", "interleaved")
+        assert torch.equal(out[part.start // 2 : part.stop // 2], want)
+    assert not bool(out[4096 : 2**30 - 4096].any())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_another_than_the_current_device() -> None:
+    for gate in ("first", "interleaved", "none"):
+        x = make(9, 96)
+        want = cutegemm.activation(x.to("cuda:0"), "silu", gate)
+        q, scale = cutegemm.activation_quant(x.to("cuda:0"), "silu", gate)
+        x = x.to("cuda:1")
+        out = torch.empty(want.shape, dtype=BF16, device="cuda:1")
+        for one in (cutegemm.activation(x, "silu", gate), cutegemm.activation(x, "silu", gate, out=out)):
+            assert one.device.index == 1
+            assert torch.equal(one.cpu(), want.cpu())
+        other, its_scale = cutegemm.activation_quant(x, "silu", gate)
+        assert torch.equal(other.cpu().view(torch.uint8), q.cpu().view(torch.uint8))
+        assert torch.equal(its_scale.cpu(), scale.cpu())
+    assert torch.cuda.current_device() == 0
+
+
 # Errors
 
 X = torch.ones(4, 8)
@@ -280,6 +426,29 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("activation", {"x": X, "function": "swish"}, "function is 'swish'; it must be 'silu', 'gelu', 'gelu_tanh' or"),
     ("activation", {"x": X, "gate": "left"}, "gate is 'left'; it must be 'none', 'first', 'second' or 'interleaved'"),
     ("activation", {"x": X, "limit": -1.0}, "limit is -1; it must be zero or more"),
+    *(
+        (op, {"x": X, "function": function, "alpha": 1.5}, "alpha is 1.5; it must be 1, since only 'silu' has one")
+        for op in ("activation", "activation_quant")
+        for function in ("gelu", "gelu_tanh", "relu2")
+    ),
+    *(
+        (op, {"x": X, "function": function, "gate": "none", "beta": 0.5}, "beta is 0.5; it must be 0, since ")
+        for op in ("activation", "activation_quant")
+        for function in ("silu", "relu2")
+    ),
+    ("activation", {"x": X, "out": X.clone()}, "out is [4, 8]; it must be [4, 4]"),
+    ("activation", {"x": X, "function": "gelu", "alpha": 1.5, "out": X[:, :4].clone()}, "alpha is 1.5; it must be 1"),
+    ("activation", {"x": X, "out": X[:, :4].half()}, "out is torch.float16; it must be the dtype of x, torch.float32"),
+    (
+        "activation_quant",
+        {"x": X, "scale_ub": torch.ones(1).double()},
+        "scale_ub is torch.float64 of [1]; it must be one element of torch.float32",
+    ),
+    (
+        "activation_quant",
+        {"x": X, "scale_ub": torch.ones(2)},
+        "scale_ub is torch.float32 of [2]; it must be one element of torch.float32",
+    ),
     (
         "activation_quant",
         {"x": X, "granularity": "row"},
@@ -293,24 +462,105 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("op", "arguments", "sentence"), WRONG)
 def test_errors(device: str, op: str, arguments: dict[str, Any], sentence: str) -> None:
     moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in arguments.items()}
-    kinds = (RuntimeError,) if device == "cuda" else (TypeError, ValueError)
-    with pytest.raises(kinds, match="^" + re.escape(f"{op}: {sentence}")):
+    wrong_type = " is torch." in sentence and "float32 of" not in sentence
+    kind = RuntimeError if device == "cuda" else TypeError if wrong_type else ValueError
+    with pytest.raises(kind, match="^" + re.escape(f"{op}: {sentence}")):
         getattr(cutegemm, op)(**moved)
-    if op == "activation":
-        with pytest.raises(kinds, match="activation: out is "):
-            cutegemm.silu_and_mul(X.to(device), out=X.to(device).clone())
 
 
-@pytest.mark.gpu
-def test_output_in_the_memory_of_x() -> None:
-    x = make(8, 128, device="cuda")
-    with pytest.raises(RuntimeError, match="activation: out lies in the memory of x; it must lie apart from it"):
-        cutegemm.silu_and_mul(x, out=x[:, :64])
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        ("activation", "out"),
+        ("activation_quant", "activated"),
+        ("activation_quant", "scale"),
+        ("activation_quant", "scale_ub"),
+    ],
+)
+def test_arguments_on_another_device(device: str, op: str, name: str) -> None:
+    other, where, kind = ("cpu", "cuda:0", RuntimeError) if device == "cuda" else ("meta", "cpu", ValueError)
+    argument = torch.ones({"scale": (4, 1), "scale_ub": (1,)}.get(name, (4, 4)), device=other)
+    with pytest.raises(kind, match=f"^{op}: {name} is on {other}; it must be on the device of x, {where}"):
+        getattr(cutegemm, op)(X.to(device), **{name: argument})
+
+
+def refused(device: str, sentence: str, memory: Tensor, call: Callable[..., object], *args: Any, **named: Any) -> None:
+    """The call refuses its arguments with this sentence, before it writes to memory."""
+    before = memory.clone()
+    with pytest.raises(RuntimeError if device == "cuda" else ValueError, match="^" + re.escape(sentence) + "$"):
+        call(*args, **named)
+    assert torch.equal(memory, before)
+
+
+@pytest.mark.parametrize("width", [2, 8, 64])
+def test_outputs_in_the_memory_of_x(device: str, width: int) -> None:
+    x = make(4, 2 * width, device=device)
+    apart = "lies in the memory of x; it must lie apart from it"
+    for out in (
+        x[:, :width],
+        x[:, width // 2 : width // 2 + width],
+        x[:, width:],
+        x.flatten()[: 4 * width].view(4, width),
+        x.flatten()[4 * width :].view(4, width),
+    ):
+        refused(device, f"activation: out {apart}", x, cutegemm.silu_and_mul, x, out=out)
+        refused(device, f"activation: out {apart}", x, cutegemm.activation, x, "gelu", "interleaved", out=out)
+        refused(device, f"activation_quant: activated {apart}", x, cutegemm.activation_quant, x, activated=out)
+    itself = "lies in the memory of x; it must be x itself, or lie apart from it"
+    memory = make(8, width, device=device)
+    for x, out in (
+        (memory[:4], memory[1:5]),
+        (memory[1:5], memory[:4]),
+        (memory[:4], memory.view(4, 2 * width)[:, :width]),
+        (memory.view(4, 2 * width)[:, :width], memory[:4]),
+    ):
+        refused(device, f"activation: out {itself}", memory, cutegemm.gelu_new, x, out=out)
+        arguments = {"gate": "none", "activated": out}
+        refused(device, f"activation_quant: activated {itself}", memory, cutegemm.activation_quant, x, **arguments)
+
+
+def test_activated_in_the_memory_of_a_scale(device: str) -> None:
+    x, activated = make(4, 64, FP32, device=device), torch.ones(4, 32, device=device)
+    one = {"granularity": "tensor", "scale": activated[2, 5]}
+    for name, arguments in (
+        ("scale", one),
+        ("scale", {"scale": activated[:, 3]}),
+        ("scale", {"scale": activated[:, 31:]}),
+        ("scale", {"scale": activated[:, 31:], "granularity": "group"}),
+        ("scale_ub", {"scale_ub": activated[3, 31:]}),
+    ):
+        sentence = f"activation_quant: activated lies in the memory of {name}; it must lie apart from it"
+        refused(device, sentence, activated, cutegemm.activation_quant, x, **arguments, activated=activated)
+
+
+def test_outputs_in_a_layout_that_can_not_be_written(device: str) -> None:
+    x = make(8, 8, FP32, device=device)
+    layout = "has the strides {}; its last dimension must have stride one, and its rows lie at equal distances"
+    for memory, out, strides in (
+        (of_t := torch.ones(4, 8, device=device), of_t.t(), "[1, 8]"),
+        (of_row := torch.ones(1, 4, device=device), of_row.expand(8, 4), "[0, 1]"),
+        (wide := torch.ones(8, 8, device=device), wide[:, ::2], "[8, 2]"),
+    ):
+        sentence = f"out {layout.format(strides)}"
+        refused(device, f"activation: {sentence}", memory, cutegemm.silu_and_mul, x, out=out)
+        sentence = f"activated {layout.format(strides)}"
+        refused(device, f"activation_quant: {sentence}", memory, cutegemm.activation_quant, x, activated=out)
+
+
+def test_outputs_that_are_x_or_lie_between_its_rows(device: str) -> None:
+    x = make(8, 128, device=device)
     want = cutegemm.gelu_new(x)
-    assert torch.equal(cutegemm.gelu_new(x, out=x), want)
+    wide = torch.cat([x, x], 1)
+    assert torch.equal(cutegemm.gelu_new(wide[:, :128], out=wide[:, 128:]), want)
+    assert torch.equal(wide[:, :128], x)
+    q, scale = cutegemm.activation_quant(x, "gelu_tanh", "none", activated=x)
+    assert torch.equal(x, want)
+    codes, its_scale = quantize_fp8(want, granularity="token")
+    assert torch.equal(q.view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(scale, its_scale)
 
 
-# Graphs and compilation
+# Graphs, streams and compilation
 
 
 @pytest.mark.gpu
@@ -327,6 +577,23 @@ def test_graph_replay_follows_the_input() -> None:
         assert torch.equal(out, cutegemm.silu_and_mul(x))
         assert torch.equal(q.view(torch.uint8), want.view(torch.uint8))
         assert torch.equal(scale, its_scale)
+
+
+@pytest.mark.gpu
+def test_current_stream() -> None:
+    source, x = make(64, 8192, device="cuda"), torch.zeros(64, 8192, dtype=BF16, device="cuda")
+    want, (q, scale) = cutegemm.silu_and_mul(source), cutegemm.activation_quant(source, granularity="group")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        x.copy_(source)
+        out = cutegemm.silu_and_mul(x)
+        codes, its_scale = cutegemm.activation_quant(x, granularity="group")
+    stream.synchronize()
+    assert torch.equal(out, want)
+    assert torch.equal(codes.view(torch.uint8), q.view(torch.uint8))
+    assert torch.equal(its_scale, scale)
 
 
 def test_compiles_with_dynamic_shapes(device: str) -> None:

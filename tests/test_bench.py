@@ -546,6 +546,16 @@ def test_row_bars_are_times_at_8192_tokens_and_the_best_peer_anywhere() -> None:
     assert row_ops.judge([*rows, chain]) == row_ops.judge(rows)
 
 
+def test_row_bars_are_not_passed_by_what_was_not_measured() -> None:
+    chain = row_result(row_ops.CHAIN, 1, 40.0, unchained=39.0)
+    for rows in ([], [chain], [row_result()], [row_result(tokens=1, us=2.0)]):
+        assert not [line for line in row_ops.judge(rows) if line.startswith("pass") and "peer" in line]
+    assert not [line for line in row_ops.judge([]) if line.startswith("pass")]
+    # A row without peers takes nothing from one that has them.
+    lines = row_ops.judge([row_result(), row_result(tokens=1, us=2.0, vllm=2.5)])
+    assert [line[:4] for line in lines] == ["pass", "pass"]
+
+
 def test_row_table_by_hand() -> None:
     rows = [
         row_result(vllm=36.0, compile=39.0),

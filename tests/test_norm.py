@@ -14,6 +14,8 @@ from cutegemm.norm import rms_norm
 from cutegemm.quantize import quantize_fp8, quantize_int8
 from cutegemm.testing import guarded, make_operand, misaligned, padded
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = [BF16, FP16, FP32]
 E4M3 = torch.float8_e4m3fn
@@ -118,6 +120,24 @@ def test_the_norm_is_of_the_rounded_sum(device: str) -> None:
 # Quantized
 
 
+def given(x: Tensor, per: int | None = None, store: Callable[[Tensor], Tensor] = lambda scale: scale) -> Tensor:
+    """A scale of each row of x or, with per, of each group of so many, all of them different."""
+    groups = 1 if per is None else -(-x.shape[-1] // per)
+    scale = torch.rand(math.prod(x.shape[:-1]), groups, generator=torch.Generator().manual_seed(5)) * 0.1 + 0.01
+    return store(scale.to(x.device)).view(*x.shape[:-1], groups)
+
+
+def columns(scale: Tensor) -> Tensor:
+    """The scales of a group side by side."""
+    return scale.t().contiguous().t()
+
+
+def case_for(case: dict[str, Any], x: Tensor) -> dict[str, Any]:
+    """A case with its tensors on the device of x; what is callable makes one for x."""
+    made = {name: value(x) if callable(value) else value for name, value in case.items()}
+    return {name: value.to(x.device) if isinstance(value, Tensor) else value for name, value in made.items()}
+
+
 def codes_of(normed: Tensor, case: dict[str, Any]) -> tuple[Tensor, Tensor]:
     case = {name: value for name, value in case.items() if name != "normed"}
     if case.pop("dtype", E4M3) == torch.int8:
@@ -130,11 +150,29 @@ QUANTIZED: dict[str, dict[str, Any]] = {
     "token, bound": {"scale_ub": torch.tensor([2.0])},
     "token, powers of two": {"power_of_two_scale": True},
     "token, int8": {"dtype": torch.int8},
+    "token, given": {"scale": given},
+    "token, given with gaps": {"scale": lambda x: given(x, store=lambda scale: padded(scale, 3))},
+    "token, given, int8": {"scale": given, "dtype": torch.int8},
     "tensor": {"granularity": "tensor", "scale": torch.tensor(0.03)},
     "tensor, int8": {"granularity": "tensor", "scale": torch.tensor([0.03]), "dtype": torch.int8},
     "group": {"granularity": "group"},
     "group of 64, rows": {"granularity": "group", "group_size": 64, "column_major_scale": False},
     "group, powers of two": {"granularity": "group", "power_of_two_scale": True},
+    "group, bound": {"granularity": "group", "scale_ub": torch.tensor(1.5)},
+    "group, given": {"granularity": "group", "scale": lambda x: given(x, 128)},
+    "group, given in columns": {"granularity": "group", "scale": lambda x: given(x, 128, columns)},
+    "group of 64, rows, given": {
+        "granularity": "group",
+        "group_size": 64,
+        "column_major_scale": False,
+        "scale": lambda x: given(x, 64),
+    },
+    "group of 64, rows, given in columns with gaps": {
+        "granularity": "group",
+        "group_size": 64,
+        "column_major_scale": False,
+        "scale": lambda x: given(x, 64, lambda scale: padded(scale.t(), scale.shape[0] + 3).t()),
+    },
 }
 
 
@@ -161,7 +199,12 @@ def test_quantized_has_the_bits_of_the_ops_apart(
 ) -> None:
     x, residual = make(shape, dtype, device=device), make(shape, dtype, 1, device)
     weight = make_weight(shape[-1], FP32 if shape[-1] % 2 else dtype).to(device)
-    case = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in case.items()}
+    case = case_for(case, x)
+    before = {
+        name: value.clone()
+        for name, value in {**case, "x": x, "r": residual, "w": weight}.items()
+        if isinstance(value, Tensor)
+    }
     normed = rms_norm(x, weight, 1e-5, 1.0)
     for also in (None, torch.empty_like(x)):
         q, scale = cutegemm.rms_norm_quant(x, weight, 1e-5, 1.0, **case, normed=also)
@@ -169,6 +212,7 @@ def test_quantized_has_the_bits_of_the_ops_apart(
         assert torch.equal(q.view(torch.uint8), want.view(torch.uint8))
         assert torch.equal(scale, want_scale)
         assert scale.stride() == want_scale.stride()
+        assert "scale" not in case or torch.equal(scale.flatten(), case["scale"].flatten())
         assert also is None or torch.equal(also, normed)
 
     normed, total = cutegemm.fused_add_rms_norm(x, residual, weight, 1e-5, 1.0)
@@ -179,18 +223,21 @@ def test_quantized_has_the_bits_of_the_ops_apart(
     assert torch.equal(scale, want_scale)
     assert torch.equal(out, total)
     assert torch.equal(also, normed)
+    now = {**case, "x": x, "r": residual, "w": weight}
+    assert all(torch.equal(now[name], value) for name, value in before.items())
     again, its_scale = cutegemm.fused_add_rms_norm_quant_(x, residual, weight, 1e-5, 1.0, **case)
     assert torch.equal(again.view(torch.uint8), q.view(torch.uint8))
     assert torch.equal(its_scale, scale)
     assert torch.equal(residual, total)
+    before["r"] = total
+    assert all(torch.equal(now[name], value) for name, value in before.items())
 
 
 @pytest.mark.parametrize("case", QUANTIZED.values(), ids=QUANTIZED)
 def test_case_023_rows_of_zeros_and_nan(device: str, case: dict[str, Any]) -> None:
     x = make((6, 256), device=device)
     x[1], x[4] = 0, math.nan
-    case = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in case.items()}
-    q, scale = cutegemm.rms_norm_quant(x, **case)
+    q, scale = cutegemm.rms_norm_quant(x, **case_for(case, x))
     assert int(q[1].view(torch.uint8).max()) == 0
     assert bool((scale > 0).all() and scale.isfinite().all())
     assert q[4].view(torch.uint8).unique().tolist() == [0 if q.dtype == torch.int8 else 0x7F]
@@ -226,6 +273,30 @@ def test_case_029_and_030_layouts_give_what_their_copies_give(device: str, name:
     other, its_scale = cutegemm.rms_norm_quant(x.contiguous(), weight, granularity="group")
     assert torch.equal(q.view(torch.uint8), other.view(torch.uint8))
     assert torch.equal(scale, its_scale)
+
+
+def test_strides_of_dimensions_of_size_1_mean_nothing(device: str) -> None:
+    def free(x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+        return x.clone().as_strided(shape, strides)
+
+    for shape, strides in (((1, 128), (2**31, 1)), ((1, 1, 128), (7, 2**40, 1)), ((12, 1, 128), (128, 7, 1))):
+        x, residual = (make((math.prod(shape[:-1]), 128), seed=seed, device=device).view(shape) for seed in (0, 1))
+        weight = make_weight(128, BF16).to(device)
+        normed, total = cutegemm.fused_add_rms_norm(x, residual, weight)
+        views = [free(each, shape, strides) for each in (x, residual, x, x)]
+        assert views[0].stride() == strides
+        for one, other in zip(cutegemm.fused_add_rms_norm(*views[:2], weight), (normed, total), strict=True):
+            assert torch.equal(one, other)
+            assert one.is_contiguous()
+        q, scale = cutegemm.rms_norm_quant(views[0], weight, granularity="group", normed=views[2])
+        want, its_scale = cutegemm.rms_norm_quant(x, weight, granularity="group")
+        assert torch.equal(q.view(torch.uint8), want.view(torch.uint8))
+        assert torch.equal(scale, its_scale)
+        assert torch.equal(views[2], rms_norm(x, weight))
+        assert torch.equal(rms_norm(views[0], weight, out=views[3]), views[2])
+        cutegemm.fused_add_rms_norm_(*views[:2], weight)
+        assert torch.equal(views[0], normed)
+        assert torch.equal(views[1], total)
 
 
 @pytest.mark.parametrize("width", [1000, 2048, 3584, 4096, 20480, 40960])
@@ -264,6 +335,38 @@ def test_outputs_with_gaps_are_written_where_they_are(device: str, pitch: int) -
         check()
 
 
+def quantized_forms(x: Tensor, **case: Any) -> dict[str, tuple[Tensor, ...]]:
+    """Codes and scale of each op that has them."""
+    return {
+        "rms_norm_quant": cutegemm.rms_norm_quant(x, **case),
+        "fused_add_rms_norm_quant": cutegemm.fused_add_rms_norm_quant(x, x.clone(), **case)[:2],
+        "fused_add_rms_norm_quant_": cutegemm.fused_add_rms_norm_quant_(x, x.clone(), **case),
+    }
+
+
+@pytest.mark.parametrize("dtype", [E4M3, torch.int8])
+@pytest.mark.parametrize("shape", [(0, 64), (4, 0), (2, 0, 8), (0,)])
+def test_a_tensors_scale_of_nothing_is_the_given_one(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = torch.empty(shape, dtype=BF16, device=device)
+    for s in (torch.tensor(0.5, device=device), torch.tensor([3.0], device=device)):
+        for q, scale in quantized_forms(x, dtype=dtype, granularity="tensor", scale=s).values():
+            assert (q.shape, q.dtype) == (shape, dtype)
+            assert scale.shape == ()
+            assert scale.item() == s.item()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("column_major_scale", [True, False])
+@pytest.mark.parametrize("shape", [(0, 64), (4, 0), (0, 0), (2, 0, 8)])
+def test_scales_of_nothing_have_the_strides_of_the_references(shape: tuple[int, ...], column_major_scale: bool) -> None:
+    x = torch.empty(shape, dtype=BF16)
+    for case in ({}, {"granularity": "group", "column_major_scale": column_major_scale}):
+        want = quantized_forms(x, **case)
+        for op, results in quantized_forms(x.cuda(), **case).items():
+            for one, other in zip(results, want[op], strict=True):
+                assert (one.shape, one.stride()) == (other.shape, other.stride()), op
+
+
 @pytest.mark.parametrize("shape", [(0, 64), (4, 0), (0, 0), (2, 0, 8), (0,)])
 def test_empty(device: str, shape: tuple[int, ...]) -> None:
     x = torch.empty(shape, dtype=BF16, device=device)
@@ -300,6 +403,45 @@ def test_offsets_beyond_32_bits() -> None:
     assert torch.equal(scale[last], its_scale)
 
 
+@pytest.mark.gpu
+def test_rows_2_31_elements_apart() -> None:
+    buffer = torch.empty(2**31 + 4 * 576, dtype=BF16, device="cuda")
+    x, residual, out = (buffer.as_strided((2, 576), (2**31, 1), i * 576) for i in range(3))
+    dense, other = make((2, 576), device="cuda"), make((2, 576), seed=1, device="cuda")
+    x.copy_(dense)
+    residual.copy_(other)
+    want, total = cutegemm.fused_add_rms_norm(dense, other)
+    assert torch.equal(rms_norm(x, out=out), rms_norm(dense))
+    q, scale, its_total = cutegemm.fused_add_rms_norm_quant(x, residual, granularity="group", normed=out)
+    codes, its_scale = quantize_fp8(want, granularity="group")
+    assert torch.equal(q.view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(scale, its_scale)
+    assert torch.equal(its_total, total)
+    assert torch.equal(out, want)
+    cutegemm.fused_add_rms_norm_(x, residual)
+    assert torch.equal(x, want)
+    assert torch.equal(residual, total)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_another_than_the_current_device() -> None:
+    for one, other in zip(every_op("cuda:1"), every_op("cuda:0"), strict=True):
+        assert one.device.index == 1
+        assert torch.equal(one.cpu().float(), other.cpu().float())
+    assert torch.cuda.current_device() == 0
+
+
+def every_op(device: str) -> list[Tensor]:
+    """What each op makes of the same 9 rows."""
+    x, residual, weight = make((9, 96)).to(device), make((9, 96), seed=1).to(device), make_weight(96, BF16).to(device)
+    made = [rms_norm(x, weight), rms_norm(x, weight, out=torch.empty_like(x))]
+    made += [*cutegemm.rms_norm_quant(x, weight), *cutegemm.fused_add_rms_norm(x, residual, weight)]
+    made += cutegemm.fused_add_rms_norm_quant(x, residual, weight, granularity="group")
+    cutegemm.fused_add_rms_norm_(in_x := x.clone(), in_residual := residual.clone(), weight)
+    return [*made, in_x, in_residual, *cutegemm.fused_add_rms_norm_quant_(x, residual, weight), residual]
+
+
 # Errors
 
 X, W = torch.ones(4, 8), torch.ones(8)
@@ -325,38 +467,156 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("rms_norm_quant", {"x": X, "granularity": "group", "group_size": 32}, "group_size is 32; it must be 64 or 128"),
     ("rms_norm_quant", {"x": X, "normed": X[:2].clone()}, "normed is [2, 8]; it must be the shape of x, [4, 8]"),
+    ("rms_norm_quant", {"x": X, "scale": W[:4].double()}, "scale is torch.float64; it must be torch.float32"),
+    ("rms_norm_quant", {"x": X, "scale": W}, "scale is [8]; for granularity 'token' it must have one element for each"),
+    (
+        "fused_add_rms_norm_quant_",
+        {"x": X, "residual": X.clone(), "scale_ub": W[:1].half()},
+        "scale_ub is torch.float16 of [1]; it must be one element of torch.float32",
+    ),
+    (
+        "fused_add_rms_norm_quant",
+        {"x": X, "residual": X, "scale_ub": W},
+        "scale_ub is torch.float32 of [8]; it must be one element of torch.float32",
+    ),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("op", "arguments", "sentence"), WRONG)
 def test_errors(device: str, op: str, arguments: dict[str, Any], sentence: str) -> None:
     moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in arguments.items()}
-    kinds = (RuntimeError,) if device == "cuda" else (TypeError, ValueError)
-    with pytest.raises(kinds, match="^" + re.escape(f"{op}: {sentence}")):
+    wrong_type = " is torch." in sentence and "float32 of" not in sentence
+    kind = RuntimeError if device == "cuda" else TypeError if wrong_type else ValueError
+    with pytest.raises(kind, match="^" + re.escape(f"{op}: {sentence}")):
         getattr(cutegemm, op)(**moved)
 
 
-@pytest.mark.gpu
-def test_outputs_in_a_layout_that_can_not_be_written() -> None:
-    x = make((8, 8), device="cuda")
-    with pytest.raises(RuntimeError, match=r"rms_norm: out has the strides \[1, 8\]; its last dimension must have"):
-        rms_norm(x, out=x.clone().t())
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        ("rms_norm", "weight"),
+        ("rms_norm", "out"),
+        ("fused_add_rms_norm", "residual"),
+        ("fused_add_rms_norm_", "residual"),
+        ("fused_add_rms_norm_", "weight"),
+        ("rms_norm_quant", "scale"),
+        ("rms_norm_quant", "scale_ub"),
+        ("rms_norm_quant", "normed"),
+        ("fused_add_rms_norm_quant", "normed"),
+        ("fused_add_rms_norm_quant_", "residual"),
+    ],
+)
+def test_arguments_on_another_device(device: str, op: str, name: str) -> None:
+    shapes = {"weight": (8,), "scale": (4, 1), "scale_ub": (1,)}
+    arguments = {"x": X.to(device), **({"residual": X.to(device).clone()} if op.startswith("fused") else {})}
+    other, where, kind = ("cpu", "cuda:0", RuntimeError) if device == "cuda" else ("meta", "cpu", ValueError)
+    arguments[name] = torch.ones(shapes.get(name, (4, 8)), device=other)
+    with pytest.raises(kind, match=f"^{op}: {name} is on {other}; it must be on the device of x, {where}"):
+        getattr(cutegemm, op)(**arguments)
 
 
-@pytest.mark.gpu
-def test_outputs_in_the_memory_of_inputs() -> None:
-    x = make((8, 64), device="cuda")
-    both = torch.cat([x, x])
-    with pytest.raises(RuntimeError, match="rms_norm: out lies in the memory of x; it must be x itself, or lie apart"):
-        rms_norm(both[:8], out=both[1:9])
-    with pytest.raises(RuntimeError, match="fused_add_rms_norm_: x lies in the memory of residual; it must lie apart"):
-        cutegemm.fused_add_rms_norm_(x, x)
-    with pytest.raises(RuntimeError, match="quant: normed lies in the memory of residual; it must lie apart from it"):
-        cutegemm.fused_add_rms_norm_quant(x, both[:8], normed=both[:8])
-    interleaved = make((8, 128), device="cuda")
-    want = rms_norm(interleaved[:, :64])
-    rms_norm(interleaved[:, :64], out=interleaved[:, 64:])
-    assert torch.equal(interleaved[:, 64:], want)
+def refused(device: str, op: str, sentence: str, memory: Tensor, **arguments: Any) -> None:
+    """The op refuses the arguments with this sentence, before it writes to memory."""
+    before = memory.clone()
+    kind = RuntimeError if device == "cuda" else ValueError
+    with pytest.raises(kind, match="^" + re.escape(f"{op}: {sentence}") + "$"):
+        getattr(cutegemm, op)(**arguments)
+    assert torch.equal(memory, before)
+
+
+def test_outputs_in_a_layout_that_can_not_be_written(device: str) -> None:
+    x, residual = make((8, 4), FP32, device=device), make((8, 4), FP32, 1, device)
+    both = {"x": x, "residual": residual}
+    of_t, of_row = torch.ones(4, 8, device=device).t(), torch.ones(1, 4, device=device).expand(8, 4)
+    of_3 = torch.ones(2, 8, 4, device=device)[:, :4]
+    layout = "has the strides {}; its last dimension must have stride one, and its rows lie at equal distances"
+    refused(device, "rms_norm", "out " + layout.format("[1, 8]"), of_t, x=x, out=of_t)
+    refused(device, "rms_norm", "out " + layout.format("[0, 1]"), of_row, x=x, out=of_row)
+    refused(device, "rms_norm", "out " + layout.format("[32, 4, 1]"), of_3, x=x.view(2, 4, 4), out=of_3)
+    refused(device, "rms_norm_quant", "normed " + layout.format("[1, 8]"), of_t, x=x, normed=of_t)
+    for op in ("fused_add_rms_norm_quant", "fused_add_rms_norm_quant_"):
+        refused(device, op, "normed " + layout.format("[0, 1]"), residual, **both, normed=of_row)
+    for op in ("fused_add_rms_norm_", "fused_add_rms_norm_quant_"):
+        refused(device, op, "residual " + layout.format("[1, 8]"), x, x=x, residual=of_t)
+    refused(device, "fused_add_rms_norm_", "x " + layout.format("[0, 1]"), residual, x=of_row, residual=residual)
+    assert bool((of_row == 1).all())
+
+
+def test_outputs_in_the_memory_of_inputs(device: str) -> None:
+    memory = make((32, 64), FP32, device=device)
+    x, residual = memory[:8], memory[8:16]
+    itself, apart = "it must be x itself, or lie apart from it", "it must lie apart from it"
+
+    def refuses(op: str, sentence: str, **arguments: Any) -> None:
+        refused(device, op, sentence, memory, **arguments)
+
+    for out in (
+        memory[1:9],
+        memory.view(16, 128)[:8, :64],  # rows of x's memory, at other distances
+        memory.view(16, 128)[1:9, :64],  # in the middle of a dense x
+        memory.flatten()[1:513].view(8, 64),
+    ):
+        refuses("rms_norm", f"out lies in the memory of x; {itself}", x=x, out=out)
+        refuses("rms_norm_quant", f"normed lies in the memory of x; {itself}", x=x, normed=out)
+    wide = memory.view(16, 128)[:8, :64]
+    refuses("rms_norm", f"out lies in the memory of x; {itself}", x=wide, out=x)  # strided, and out is dense
+    refuses("rms_norm", f"out lies in the memory of x; {itself}", x=memory[:1].expand(8, 64), out=x)
+
+    weight = memory[3]
+    refuses("rms_norm", f"out lies in the memory of weight; {apart}", x=residual, weight=weight, out=x)
+    refuses("rms_norm", f"out lies in the memory of weight; {apart}", x=weight[None], weight=weight, out=memory[3:4])
+    refuses("rms_norm_quant", f"normed lies in the memory of weight; {apart}", x=residual, weight=weight, normed=x)
+    refuses(
+        "rms_norm_quant",
+        f"normed lies in the memory of scale; {apart}",
+        x=x,
+        scale=memory[16:24, 7],
+        normed=memory[16:24],
+    )
+    one = memory[20, :1]
+    token, tensor = {"normed": memory[16:24]}, {"granularity": "tensor", "scale": one}
+    refuses("rms_norm_quant", f"normed lies in the memory of scale_ub; {apart}", x=x, scale_ub=one, **token)
+    for op in ("fused_add_rms_norm_quant", "fused_add_rms_norm_quant_"):
+        both = {"x": x, "residual": residual}
+        refuses(op, f"normed lies in the memory of scale; {apart}", **both, **tensor, **token)
+        refuses(op, f"normed lies in the memory of scale_ub; {apart}", **both, scale_ub=one[0], **token)
+        refuses(op, f"normed lies in the memory of weight; {apart}", **both, weight=memory[16], **token)
+        refuses(op, f"normed lies in the memory of residual; {apart}", **both, normed=residual)
+        refuses(op, f"normed lies in the memory of residual; {apart}", **both, normed=memory[9:17])
+        refuses(op, f"normed lies in the memory of x; {itself}", x=memory[17:25], residual=residual, **token)
+
+    refuses("fused_add_rms_norm_", f"x lies in the memory of residual; {apart}", x=x, residual=x)
+    refuses("fused_add_rms_norm_", f"x lies in the memory of residual; {apart}", x=x, residual=memory[1:9])
+    refuses("fused_add_rms_norm_", f"x lies in the memory of weight; {apart}", x=x, residual=residual, weight=weight)
+    of_residual = {"x": x, "residual": residual, "weight": memory[9]}
+    refuses("fused_add_rms_norm_", f"residual lies in the memory of weight; {apart}", **of_residual)
+    op = "fused_add_rms_norm_quant_"
+    refuses(op, f"residual lies in the memory of weight; {apart}", **of_residual)
+    refuses(op, f"residual lies in the memory of x; {apart}", x=x, residual=x)
+    refuses(op, f"residual lies in the memory of scale; {apart}", x=x, residual=memory[16:24], **tensor)
+    refuses(op, f"residual lies in the memory of scale_ub; {apart}", x=x, residual=memory[16:24], scale_ub=one)
+
+
+def test_outputs_that_are_inputs_or_lie_between_their_rows(device: str) -> None:
+    x, residual = make((8, 64), device=device), make((8, 64), seed=1, device=device)
+    want, (of_sum, total) = rms_norm(x), cutegemm.fused_add_rms_norm(x, residual)
+    interleaved = torch.cat([x, residual, x], 1)
+    in_x, in_residual, out = interleaved.split(64, 1)
+    assert torch.equal(rms_norm(in_x, out=out), want)
+    cutegemm.fused_add_rms_norm_(in_x, in_residual)
+    assert torch.equal(interleaved, torch.cat([of_sum, total, want], 1))
+    # Of one row the distance to the next means nothing.
+    row = x[:1].clone()
+    assert torch.equal(rms_norm(row, out=row.as_strided((1, 64), (2**31, 1))), want[:1])
+    q, scale, its_total = cutegemm.fused_add_rms_norm_quant(x, residual, normed=x)
+    assert torch.equal(x, of_sum)
+    assert torch.equal(its_total, total)
+    codes, its_scale = quantize_fp8(of_sum, granularity="token")
+    assert torch.equal(q.view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(scale, its_scale)
+    # Nothing lies in no memory.
+    nothing = x[:0]
+    cutegemm.fused_add_rms_norm_(nothing, nothing)
 
 
 # Graphs, streams, compilation

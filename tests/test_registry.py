@@ -16,6 +16,8 @@ import cutegemm.quantize
 from cutegemm import library
 from cutegemm.registry import OPS, Input, nbytes, op
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LIBRARY_OPS = dict(OPS)  # without those that this file makes
 
 
@@ -79,6 +81,19 @@ def test_cost() -> None:
     assert MINE["add_"].bytes(x=x, y=x) == 3 * 15 * 4
     assert MINE["nonzero"].flops(x=x, most=2) == 15
     assert MINE["twice"].flops(x=x) == 0
+
+
+def test_cost_of_ops_by_hand() -> None:
+    def cost(name: str) -> int:
+        each = LIBRARY_OPS[name]
+        return each.bytes(**each.inputs(each.cases[0]))
+
+    x, weight, codes, scale = 5 * 96 * 2, 96 * 2, 5 * 96, 5 * 4
+    assert cost("rms_norm_quant") == x + weight + codes + scale == 1652
+    assert cost("fused_add_rms_norm_quant_") == x + 2 * x + weight + codes + scale == 3572  # residual: read and written
+    assert cost("fused_add_rms_norm_") == 2 * x + 2 * x + weight == 4032
+    assert cost("activation_quant") == 2 * x + codes + scale == 2420
+    assert cost("activation_out") == 2 * x + x == 2880
 
 
 def test_inputs() -> None:

@@ -28,7 +28,7 @@ HIDDEN, FF = 4096, 14336  # Llama-3-8B
 EPS = 1e-6
 F8 = torch.float8_e4m3fn
 CHAIN = "add, norm, scaled_mm, silu_and_mul, scaled_mm"
-PEERS = {"compile": "torch.compile", "vllm": "vLLM"}
+PEERS = ("compile", "vllm")
 # Of dequantized values: e4m3 has a step of 2**-3, whose rounding is some 2.6e-2 in norm.
 MAX_ERROR = 4e-2
 
@@ -181,7 +181,7 @@ OPS = (
         lambda i: cutegemm.quantize_fp8(i.x),
         lambda x, residual, weight, scale: _tensor(x),
         lambda i, r: _vllm("dynamic_scaled_fp8_quant")(r.q, i.x, r.one),
-        moved=5,
+        moved=3,
     ),
     RowOp(
         "silu_and_mul", "", FF, 166,
@@ -381,7 +381,7 @@ def judge(rows: Sequence[Row]) -> list[str]:
     for row in slower:
         best = min(row["peers"], key=row["peers"].__getitem__)
         lines.append(f"MISS  rows: slower than {best}, {row['peers'][best]:.2f} us: {line(row)}")
-    if not slower:
+    if not slower and any(row["peers"] for row in single(rows)):
         lines.append("pass  rows: no peer is faster at any number of tokens")
     return lines
 
