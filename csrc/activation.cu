@@ -252,21 +252,11 @@ std::tuple<Tensor, Tensor> activation_quant(const Tensor& x, const std::string& 
     check_apart(op, "activated", *activated, "scale", scale);
     check_apart(op, "activated", *activated, "scale_ub", scale_ub);
   }
-  const CodesOf how = {op,
-                       dtype.value_or(ScalarType::Float8_e4m3fn),
-                       scale,
-                       granularity,
-                       group_size,
-                       scale_ub,
-                       column_major_scale,
-                       power_of_two_scale};
-  how.check_fused(x, call.size);
-  std::optional<Output> out;
-  if (activated) out.emplace(op, "activated", *activated);
-  const DeviceOf device(x);
-  const Codes codes(how, x, call.size);
-  call.run(x, out ? &*out : nullptr, codes.to);
-  return {codes.q, codes.scale};
+  const FusedCodes codes({op, dtype.value_or(ScalarType::Float8_e4m3fn), scale, granularity, group_size, scale_ub,
+                          column_major_scale, power_of_two_scale},
+                         x, call.size, "activated", activated);
+  call.run(x, codes.out(), codes.to());
+  return codes.result();
 }
 
 }  // namespace

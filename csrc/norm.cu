@@ -93,22 +93,11 @@ std::tuple<Tensor, Tensor> quantized(const char* op, const Tensor& x, const Tens
                                      const std::optional<ScalarType>& dtype, const OptionalTensor& scale,
                                      const std::string& granularity, int64_t group_size, const OptionalTensor& scale_ub,
                                      bool column_major_scale, bool power_of_two_scale, const OptionalTensor& normed) {
-  const CodesOf how = {op,
-                       dtype.value_or(ScalarType::Float8_e4m3fn),
-                       scale,
-                       granularity,
-                       group_size,
-                       scale_ub,
-                       column_major_scale,
-                       power_of_two_scale};
-  const int64_t hidden = x.sizes().back();
-  how.check_fused(x, hidden);
-  std::optional<Output> out;
-  if (normed) out.emplace(op, "normed", *normed);
-  const DeviceOf device(x);
-  const Codes codes(how, x, hidden);
-  run(op, x, residual, sum, weight, eps, weight_offset, out ? &*out : nullptr, codes.to);
-  return {codes.q, codes.scale};
+  const FusedCodes codes({op, dtype.value_or(ScalarType::Float8_e4m3fn), scale, granularity, group_size, scale_ub,
+                          column_major_scale, power_of_two_scale},
+                         x, x.sizes().back(), "normed", normed);
+  run(op, x, residual, sum, weight, eps, weight_offset, codes.out(), codes.to());
+  return codes.result();
 }
 
 void check_quantized(const char* op, const Tensor& x, const Tensor* residual, const OptionalTensor& weight,

@@ -208,4 +208,21 @@ struct Codes {
   }
 };
 
+// The same of an op that quantizes what it computes, and that writes the values too where `given` is there for them.
+struct FusedCodes {
+  std::optional<Output> values;
+  std::optional<Codes> codes;
+
+  FusedCodes(const CodesOf& how, const Tensor& x, int64_t k, const char* name, const OptionalTensor& given) {
+    how.check_fused(x, k);
+    if (given) values.emplace(how.op, name, *given);
+    const DeviceOf device(x);
+    codes.emplace(how, x, k);
+  }
+
+  const Output* out() const { return values ? &*values : nullptr; }
+  const Quantization& to() const { return codes->to; }
+  std::tuple<Tensor, Tensor> result() const { return {codes->q, codes->scale}; }
+};
+
 }  // namespace cutegemm

@@ -8,6 +8,8 @@ ValueError on a CPU and a RuntimeError with the same sentence on CUDA, before an
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -151,6 +153,35 @@ _QUANT_CASES: list[dict[str, object]] = [
 ]
 
 
+def _quantized(
+    name: str,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    normed: Tensor | None,
+    scale: Tensor | None,
+    scale_ub: Tensor | None,
+    in_place: bool = False,
+    **codes: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The codes of the norm of x, or of x + residual, their scale, and what was normed."""
+    _check_norm(name, x, weight, residual=residual, normed=normed)
+    reads = {"weight": weight, "scale": scale, "scale_ub": scale_ub}
+    check_output(name, "normed", normed, itself="x", x=x, residual=residual, **reads)
+    if in_place:
+        check_output(name, "residual", residual, itself="", x=x, **reads)
+    total = x if residual is None else _add(x, residual).contiguous()
+    values = _norm(total, weight, eps, weight_offset)
+    q, of_q = quantize_fused(name, values, scale=scale, scale_ub=scale_ub, **codes)
+    if in_place and residual is not None:
+        residual.copy_(total)
+    if normed is not None:
+        normed.copy_(values)
+    return q, of_q, total
+
+
 @op(
     f"rms_norm_quant(Tensor x, Tensor? weight=None, {_QUANT_SCHEMA}) -> (Tensor, Tensor)",
     cases=[{"x": Input((5, 96)), "weight": _WEIGHT, **case} for case in _QUANT_CASES],
@@ -175,23 +206,12 @@ def rms_norm_quant(
     "group". The others are as in quantize_fp8. normed: of the shape and dtype of x, takes the norm itself as well; its
     rows lie at equal distances, and it may be x itself, but not residual.
     """
-    _check_norm("rms_norm_quant", x, weight, normed=normed)
-    check_output("rms_norm_quant", "normed", normed, "x", x=x, weight=weight, scale=scale, scale_ub=scale_ub)
-    values = _norm(x, weight, eps, weight_offset)
-    codes = quantize_fused(
-        "rms_norm_quant",
-        values,
-        dtype,
-        scale,
-        granularity,
-        group_size,
-        scale_ub,
-        column_major_scale,
-        power_of_two_scale,
-    )
-    if normed is not None:
-        normed.copy_(values)
-    return codes
+    q, of_q, _ = _quantized(
+        "rms_norm_quant", x, None, weight, eps, weight_offset, normed, scale, scale_ub,
+        dtype=dtype, granularity=granularity, group_size=group_size, column_major_scale=column_major_scale,
+        power_of_two_scale=power_of_two_scale,
+    )  # fmt: skip
+    return q, of_q
 
 
 @op(
@@ -215,18 +235,11 @@ def fused_add_rms_norm_quant(
     normed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """fused_add_rms_norm with its norm quantized as by rms_norm_quant: returns codes, scale and x + residual."""
-    _check_norm("fused_add_rms_norm_quant", x, weight, residual=residual, normed=normed)
-    op = "fused_add_rms_norm_quant"
-    check_output(op, "normed", normed, "x", x=x, residual=residual, weight=weight, scale=scale, scale_ub=scale_ub)
-    total = _add(x, residual).contiguous()
-    values = _norm(total, weight, eps, weight_offset)
-    codes = quantize_fused(
-        "fused_add_rms_norm_quant", values, dtype, scale, granularity, group_size, scale_ub, column_major_scale,
-        power_of_two_scale,
+    return _quantized(
+        "fused_add_rms_norm_quant", x, residual, weight, eps, weight_offset, normed, scale, scale_ub,
+        dtype=dtype, granularity=granularity, group_size=group_size, column_major_scale=column_major_scale,
+        power_of_two_scale=power_of_two_scale,
     )  # fmt: skip
-    if normed is not None:
-        normed.copy_(values)
-    return *codes, total
 
 
 @op(
@@ -251,17 +264,9 @@ def fused_add_rms_norm_quant_(
     normed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """fused_add_rms_norm_quant with x + residual written to residual: returns codes and scale."""
-    _check_norm("fused_add_rms_norm_quant_", x, weight, residual=residual, normed=normed)
-    op = "fused_add_rms_norm_quant_"
-    check_output(op, "normed", normed, "x", x=x, residual=residual, weight=weight, scale=scale, scale_ub=scale_ub)
-    check_output(op, "residual", residual, x=x, weight=weight, scale=scale, scale_ub=scale_ub)
-    total = _add(x, residual)
-    values = _norm(total, weight, eps, weight_offset)
-    codes = quantize_fused(
-        "fused_add_rms_norm_quant_", values, dtype, scale, granularity, group_size, scale_ub, column_major_scale,
-        power_of_two_scale,
+    q, of_q, _ = _quantized(
+        "fused_add_rms_norm_quant_", x, residual, weight, eps, weight_offset, normed, scale, scale_ub, True,
+        dtype=dtype, granularity=granularity, group_size=group_size, column_major_scale=column_major_scale,
+        power_of_two_scale=power_of_two_scale,
     )  # fmt: skip
-    residual.copy_(total)
-    if normed is not None:
-        normed.copy_(values)
-    return codes
+    return q, of_q

@@ -300,12 +300,11 @@ def quantize_fp8(
     Slices of a wider tensor, whose last dimension has stride one and whose rows lie at equal distances, are
     read in place. An x of any other layout is copied first.
     """
-    op = "quantize_fp8"
-    check_floats(op, "x", x)
+    name, known = "quantize_fp8", ("tensor", "token", "channel", "group", "block")
+    check_floats(name, "x", x)
     if granularity == "block" and x.dim() < 2:
-        raise ValueError(f"{op}: x is {list(x.shape)}; for granularity 'block' it must have two dimensions or more")
-    names = ("tensor", "token", "channel", "group", "block")
-    check_quantization(op, x, x.shape[-1], scale, granularity, names, group_size, scale_ub, power_of_two_scale)
+        raise ValueError(f"{name}: x is {list(x.shape)}; for granularity 'block' it must have two dimensions or more")
+    check_quantization(name, x, x.shape[-1], scale, granularity, known, group_size, scale_ub, power_of_two_scale)
     return quantize_rows(
         x, torch.float8_e4m3fn, scale, granularity, group_size, scale_ub, column_major_scale, power_of_two_scale
     )
@@ -326,9 +325,9 @@ def quantize_int8(x: Tensor, scale: Tensor | None = None, granularity: str = "te
     As quantize_fp8 with granularity "tensor", "token" or "channel". The scale is max(amax, 2**-40) / 127; q is
     x / scale in float32, rounded to nearest even and clamped to -128..127. NaN becomes 0.
     """
-    op = "quantize_int8"
-    check_floats(op, "x", x)
-    check_quantization(op, x, x.shape[-1], scale, granularity, ("tensor", "token", "channel"), BLOCK, None, False)
+    name, known = "quantize_int8", ("tensor", "token", "channel")
+    check_floats(name, "x", x)
+    check_quantization(name, x, x.shape[-1], scale, granularity, known, BLOCK, None, False)
     return quantize_rows(x, torch.int8, scale, granularity)
 
 

@@ -2,15 +2,15 @@
 
 import math
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from quantized import QUANTIZED, case_for, codes_of, refused
 from torch import Tensor
 
 import cutegemm
-from cutegemm.quantize import quantize_fp8, quantize_int8
+from cutegemm.quantize import quantize_fp8
 from cutegemm.testing import guarded, make_operand, misaligned, padded
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -155,51 +155,8 @@ def test_activation_takes_out(device: str) -> None:
 # Quantized
 
 
-def given(x: Tensor, per: int | None = None, store: Callable[[Tensor], Tensor] = lambda scale: scale) -> Tensor:
-    """A scale of each row of x or, with per, of each group of so many, all of them different."""
-    groups = 1 if per is None else -(-x.shape[-1] // per)
-    scale = torch.rand(math.prod(x.shape[:-1]), groups, generator=torch.Generator().manual_seed(5)) * 0.1 + 0.01
-    return store(scale.to(x.device)).view(*x.shape[:-1], groups)
-
-
-def columns(scale: Tensor) -> Tensor:
-    """The scales of a group side by side."""
-    return scale.t().contiguous().t()
-
-
-def case_for(case: dict[str, Any], activated: Tensor) -> dict[str, Any]:
-    """A case with its tensors on that device; what is callable makes one for what is quantized."""
-    made = {name: value(activated) if callable(value) else value for name, value in case.items()}
-    return {name: value.to(activated.device) if isinstance(value, Tensor) else value for name, value in made.items()}
-
-
-QUANTIZED: dict[str, dict[str, Any]] = {
-    "token": {},
-    "token, bound": {"scale_ub": torch.tensor([2.0])},
-    "token, int8": {"dtype": torch.int8},
-    "token, given": {"scale": given},
-    "token, given with gaps, int8": {"scale": lambda x: given(x, store=lambda s: padded(s, 3)), "dtype": torch.int8},
-    "tensor, int8": {"granularity": "tensor", "scale": torch.tensor([0.03]), "dtype": torch.int8},
-    "tensor": {"granularity": "tensor", "scale": torch.tensor(0.03)},
-    "group": {"granularity": "group"},
-    "group of 64, rows, powers of two": {
-        "granularity": "group",
-        "group_size": 64,
-        "column_major_scale": False,
-        "power_of_two_scale": True,
-    },
-    "group, given in columns": {"granularity": "group", "scale": lambda x: given(x, 128, columns)},
-    "group of 64, rows, given": {
-        "granularity": "group",
-        "group_size": 64,
-        "column_major_scale": False,
-        "scale": lambda x: given(x, 64),
-    },
-}
-
-
 @pytest.mark.parametrize("case", QUANTIZED.values(), ids=QUANTIZED)
-@pytest.mark.parametrize("width", [1, 65, 128, 2048, 3420, 4096, 14336, 20480, 33001])
+@pytest.mark.parametrize("width", [1, 65, 2048, 3420, 14336, 20480, 33001])
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -219,9 +176,7 @@ def test_quantized_has_the_bits_of_the_ops_apart(
     before = {name: value.clone() for name, value in {**case, "x": x}.items() if isinstance(value, Tensor)}
     for also in (None, torch.empty_like(activated)):
         q, scale = cutegemm.activation_quant(x, *arguments, **case, activated=also)
-        how = {"granularity": "token", **case}
-        quantize = quantize_int8 if how.pop("dtype", None) == torch.int8 else quantize_fp8
-        want, its_scale = quantize(activated, **how)
+        want, its_scale = codes_of(activated, case)
         assert torch.equal(q.view(torch.uint8), want.view(torch.uint8))
         assert torch.equal(scale, its_scale)
         assert scale.stride() == its_scale.stride()
@@ -482,14 +437,6 @@ def test_arguments_on_another_device(device: str, op: str, name: str) -> None:
     argument = torch.ones({"scale": (4, 1), "scale_ub": (1,)}.get(name, (4, 4)), device=other)
     with pytest.raises(kind, match=f"^{op}: {name} is on {other}; it must be on the device of x, {where}"):
         getattr(cutegemm, op)(X.to(device), **{name: argument})
-
-
-def refused(device: str, sentence: str, memory: Tensor, call: Callable[..., object], *args: Any, **named: Any) -> None:
-    """The call refuses its arguments with this sentence, before it writes to memory."""
-    before = memory.clone()
-    with pytest.raises(RuntimeError if device == "cuda" else ValueError, match="^" + re.escape(sentence) + "$"):
-        call(*args, **named)
-    assert torch.equal(memory, before)
 
 
 @pytest.mark.parametrize("width", [2, 8, 64])

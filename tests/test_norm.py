@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from quantized import E4M3, QUANTIZED, case_for, codes_of, refused
 from torch import Tensor
 
 import cutegemm
 from cutegemm.norm import rms_norm
-from cutegemm.quantize import quantize_fp8, quantize_int8
+from cutegemm.quantize import quantize_fp8
 from cutegemm.testing import guarded, make_operand, misaligned, padded
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = [BF16, FP16, FP32]
-E4M3 = torch.float8_e4m3fn
 SHAPES = [
     (1, 1), (7,), (5, 8), (3, 129), (9, 64), (2, 3, 96), (33, 576), (3, 1000), (2, 2048), (4, 3420), (5, 3584),
     (2, 4096), (3, 4097), (2, 11007), (2, 11008), (2, 16384), (2, 20480), (1, 33001), (1, 70000),
@@ -118,62 +118,6 @@ def test_the_norm_is_of_the_rounded_sum(device: str) -> None:
 
 
 # Quantized
-
-
-def given(x: Tensor, per: int | None = None, store: Callable[[Tensor], Tensor] = lambda scale: scale) -> Tensor:
-    """A scale of each row of x or, with per, of each group of so many, all of them different."""
-    groups = 1 if per is None else -(-x.shape[-1] // per)
-    scale = torch.rand(math.prod(x.shape[:-1]), groups, generator=torch.Generator().manual_seed(5)) * 0.1 + 0.01
-    return store(scale.to(x.device)).view(*x.shape[:-1], groups)
-
-
-def columns(scale: Tensor) -> Tensor:
-    """The scales of a group side by side."""
-    return scale.t().contiguous().t()
-
-
-def case_for(case: dict[str, Any], x: Tensor) -> dict[str, Any]:
-    """A case with its tensors on the device of x; what is callable makes one for x."""
-    made = {name: value(x) if callable(value) else value for name, value in case.items()}
-    return {name: value.to(x.device) if isinstance(value, Tensor) else value for name, value in made.items()}
-
-
-def codes_of(normed: Tensor, case: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    case = {name: value for name, value in case.items() if name != "normed"}
-    if case.pop("dtype", E4M3) == torch.int8:
-        return quantize_int8(normed, case.get("scale"), case.get("granularity", "token"))
-    return quantize_fp8(normed, **{"granularity": "token", **case})
-
-
-QUANTIZED: dict[str, dict[str, Any]] = {
-    "token": {},
-    "token, bound": {"scale_ub": torch.tensor([2.0])},
-    "token, powers of two": {"power_of_two_scale": True},
-    "token, int8": {"dtype": torch.int8},
-    "token, given": {"scale": given},
-    "token, given with gaps": {"scale": lambda x: given(x, store=lambda scale: padded(scale, 3))},
-    "token, given, int8": {"scale": given, "dtype": torch.int8},
-    "tensor": {"granularity": "tensor", "scale": torch.tensor(0.03)},
-    "tensor, int8": {"granularity": "tensor", "scale": torch.tensor([0.03]), "dtype": torch.int8},
-    "group": {"granularity": "group"},
-    "group of 64, rows": {"granularity": "group", "group_size": 64, "column_major_scale": False},
-    "group, powers of two": {"granularity": "group", "power_of_two_scale": True},
-    "group, bound": {"granularity": "group", "scale_ub": torch.tensor(1.5)},
-    "group, given": {"granularity": "group", "scale": lambda x: given(x, 128)},
-    "group, given in columns": {"granularity": "group", "scale": lambda x: given(x, 128, columns)},
-    "group of 64, rows, given": {
-        "granularity": "group",
-        "group_size": 64,
-        "column_major_scale": False,
-        "scale": lambda x: given(x, 64),
-    },
-    "group of 64, rows, given in columns with gaps": {
-        "granularity": "group",
-        "group_size": 64,
-        "column_major_scale": False,
-        "scale": lambda x: given(x, 64, lambda scale: padded(scale.t(), scale.shape[0] + 3).t()),
-    },
-}
 
 
 @pytest.mark.parametrize("case", QUANTIZED.values(), ids=QUANTIZED)
@@ -515,13 +459,8 @@ def test_arguments_on_another_device(device: str, op: str, name: str) -> None:
         getattr(cutegemm, op)(**arguments)
 
 
-def refused(device: str, op: str, sentence: str, memory: Tensor, **arguments: Any) -> None:
-    """The op refuses the arguments with this sentence, before it writes to memory."""
-    before = memory.clone()
-    kind = RuntimeError if device == "cuda" else ValueError
-    with pytest.raises(kind, match="^" + re.escape(f"{op}: {sentence}") + "$"):
-        getattr(cutegemm, op)(**arguments)
-    assert torch.equal(memory, before)
+def refused_by(device: str, op: str, sentence: str, memory: Tensor, **arguments: Any) -> None:
+    refused(device, f"{op}: {sentence}", memory, getattr(cutegemm, op), **arguments)
 
 
 def test_outputs_in_a_layout_that_can_not_be_written(device: str) -> None:
@@ -530,15 +469,15 @@ def test_outputs_in_a_layout_that_can_not_be_written(device: str) -> None:
     of_t, of_row = torch.ones(4, 8, device=device).t(), torch.ones(1, 4, device=device).expand(8, 4)
     of_3 = torch.ones(2, 8, 4, device=device)[:, :4]
     layout = "has the strides {}; its last dimension must have stride one, and its rows lie at equal distances"
-    refused(device, "rms_norm", "out " + layout.format("[1, 8]"), of_t, x=x, out=of_t)
-    refused(device, "rms_norm", "out " + layout.format("[0, 1]"), of_row, x=x, out=of_row)
-    refused(device, "rms_norm", "out " + layout.format("[32, 4, 1]"), of_3, x=x.view(2, 4, 4), out=of_3)
-    refused(device, "rms_norm_quant", "normed " + layout.format("[1, 8]"), of_t, x=x, normed=of_t)
+    refused_by(device, "rms_norm", "out " + layout.format("[1, 8]"), of_t, x=x, out=of_t)
+    refused_by(device, "rms_norm", "out " + layout.format("[0, 1]"), of_row, x=x, out=of_row)
+    refused_by(device, "rms_norm", "out " + layout.format("[32, 4, 1]"), of_3, x=x.view(2, 4, 4), out=of_3)
+    refused_by(device, "rms_norm_quant", "normed " + layout.format("[1, 8]"), of_t, x=x, normed=of_t)
     for op in ("fused_add_rms_norm_quant", "fused_add_rms_norm_quant_"):
-        refused(device, op, "normed " + layout.format("[0, 1]"), residual, **both, normed=of_row)
+        refused_by(device, op, "normed " + layout.format("[0, 1]"), residual, **both, normed=of_row)
     for op in ("fused_add_rms_norm_", "fused_add_rms_norm_quant_"):
-        refused(device, op, "residual " + layout.format("[1, 8]"), x, x=x, residual=of_t)
-    refused(device, "fused_add_rms_norm_", "x " + layout.format("[0, 1]"), residual, x=of_row, residual=residual)
+        refused_by(device, op, "residual " + layout.format("[1, 8]"), x, x=x, residual=of_t)
+    refused_by(device, "fused_add_rms_norm_", "x " + layout.format("[0, 1]"), residual, x=of_row, residual=residual)
     assert bool((of_row == 1).all())
 
 
@@ -548,7 +487,7 @@ def test_outputs_in_the_memory_of_inputs(device: str) -> None:
     itself, apart = "it must be x itself, or lie apart from it", "it must lie apart from it"
 
     def refuses(op: str, sentence: str, **arguments: Any) -> None:
-        refused(device, op, sentence, memory, **arguments)
+        refused_by(device, op, sentence, memory, **arguments)
 
     for out in (
         memory[1:9],
