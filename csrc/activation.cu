@@ -205,11 +205,7 @@ struct Call {
   }
 
   void check_result(const char* name, const Tensor& result, const Tensor& x) const {
-    CG_CHECK(result.scalar_type() == x.scalar_type(), op, ": ", name, " is ", text(result.scalar_type()),
-             "; it must be the dtype of x, ", text(x.scalar_type()));
-    CG_CHECK(shape_of(result) == shape(x), op, ": ", name, " is ", text(result.sizes()), "; it must be ",
-             text(shape(x)));
-    check_device(op, name, result, x);
+    check_like(op, name, result, x, shape(x));
     check_apart(op, name, result, "x", x, gate == Gate::kNone);
   }
 

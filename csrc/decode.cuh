@@ -357,7 +357,8 @@ struct Decode {
 
   static int32_t prepare() {
     int32_t const status = load_kernel(kKernel, decode::kSharedBytes);
-    return status ? status : (clusters_at_once(1), 0);
+    if (status == 0) clusters_at_once(1);
+    return status;
   }
   static int64_t workspace(const cutegemm_call&) { return 0; }
 

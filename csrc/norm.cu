@@ -4,14 +4,6 @@
 namespace cutegemm {
 namespace {
 
-void check_like(const char* op, const char* name, const Tensor& other, const Tensor& x) {
-  CG_CHECK(other.scalar_type() == x.scalar_type(), op, ": ", name, " is ", text(other.scalar_type()),
-           "; it must be the dtype of x, ", text(x.scalar_type()));
-  CG_CHECK(shape_of(other) == shape_of(x), op, ": ", name, " is ", text(other.sizes()), "; it must be the shape of x, ",
-           text(x.sizes()));
-  check_device(op, name, other, x);
-}
-
 void check_norm(const char* op, const Tensor& x, const OptionalTensor& weight) {
   check_floats(op, "x", x);
   if (!weight) return;
@@ -58,7 +50,7 @@ Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, double eps, doubl
 
 void rms_norm_out(const Tensor& out, const Tensor& x, const OptionalTensor& weight, double eps, double weight_offset) {
   check_norm("rms_norm", x, weight);
-  check_like("rms_norm", "out", out, x);
+  check_like("rms_norm", "out", out, x, shape_of(x));
   check_apart("rms_norm", "out", out, "x", x, true);
   check_apart("rms_norm", "out", out, "weight", weight);
   const Output to("rms_norm", "out", out);
@@ -69,7 +61,7 @@ std::tuple<Tensor, Tensor> fused_add_rms_norm(const Tensor& x, const Tensor& res
                                               double eps, double weight_offset) {
   constexpr auto* op = "fused_add_rms_norm";
   check_norm(op, x, weight);
-  check_like(op, "residual", residual, x);
+  check_like(op, "residual", residual, x, shape_of(x));
   const Output normed(empty(x.sizes(), x.scalar_type(), x)), sum(empty(x.sizes(), x.scalar_type(), x));
   run(op, x, &residual, &sum, weight, eps, weight_offset, &normed, {});
   return {normed.tensor, sum.tensor};
@@ -79,7 +71,7 @@ void fused_add_rms_norm_(const Tensor& x, const Tensor& residual, const Optional
                          double weight_offset) {
   constexpr auto* op = "fused_add_rms_norm_";
   check_norm(op, x, weight);
-  check_like(op, "residual", residual, x);
+  check_like(op, "residual", residual, x, shape_of(x));
   check_apart(op, "x", x, "residual", residual);
   check_apart(op, "x", x, "weight", weight);
   check_apart(op, "residual", residual, "weight", weight);
@@ -103,9 +95,9 @@ std::tuple<Tensor, Tensor> quantized(const char* op, const Tensor& x, const Tens
 void check_quantized(const char* op, const Tensor& x, const Tensor* residual, const OptionalTensor& weight,
                      const OptionalTensor& scale, const OptionalTensor& scale_ub, const OptionalTensor& normed) {
   check_norm(op, x, weight);
-  if (residual) check_like(op, "residual", *residual, x);
+  if (residual) check_like(op, "residual", *residual, x, shape_of(x));
   if (!normed) return;
-  check_like(op, "normed", *normed, x);
+  check_like(op, "normed", *normed, x, shape_of(x));
   check_apart(op, "normed", *normed, "x", x, true);
   if (residual) check_apart(op, "normed", *normed, "residual", *residual);
   check_apart(op, "normed", *normed, "weight", weight);

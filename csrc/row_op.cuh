@@ -23,6 +23,15 @@ inline void check_device(const char* op, const char* name, const Tensor& x, cons
 inline std::vector<int64_t> shape_of(const Tensor& x) { return {x.sizes().begin(), x.sizes().end()}; }
 inline std::string text(const std::vector<int64_t>& sizes) { return text(Sizes(sizes)); }
 
+inline void check_like(const char* op, const char* name, const Tensor& other, const Tensor& x,
+                       const std::vector<int64_t>& shape) {
+  CG_CHECK(other.scalar_type() == x.scalar_type(), op, ": ", name, " is ", text(other.scalar_type()),
+           "; it must be the dtype of x, ", text(x.scalar_type()));
+  CG_CHECK(shape_of(other) == shape, op, ": ", name, " is ", text(other.sizes()), "; it must be ",
+           shape == shape_of(x) ? "the shape of x, " : "", text(shape));
+  check_device(op, name, other, x);
+}
+
 // A tensor that is read, as rows; of a layout that is none, a copy.
 struct Input {
   Tensor tensor;

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .quantize import BLOCK, check_device, check_floats, check_output, quantize_fused
+from .quantize import BLOCK, CODES, check_floats, check_like, check_output, quantize_fused
 from .registry import Input, nbytes, op
 
 FUNCTIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
@@ -27,10 +27,6 @@ FUNCTIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
     "relu2": lambda x, alpha: x.relu().square(),
 }
 GATES = ("none", "first", "second", "interleaved")
-
-
-def _width(x: Tensor, gate: str) -> int:
-    return x.shape[-1] if gate == "none" else x.shape[-1] // 2
 
 
 def _check(
@@ -57,13 +53,8 @@ def _check(
     if gate != "none" and x.shape[-1] % 2:
         raise ValueError(f"{op}: x is {list(x.shape)}; its last dimension must be even, a gate for each value")
     for name, result in results.items():
-        if result is None:
-            continue
-        if result.dtype != x.dtype:
-            raise TypeError(f"{op}: {name} is {result.dtype}; it must be the dtype of x, {x.dtype}")
-        if tuple(result.shape) != (want := (*x.shape[:-1], _width(x, gate))):
-            raise ValueError(f"{op}: {name} is {list(result.shape)}; it must be {list(want)}")
-        check_device(op, name, result, x)
+        if result is not None:
+            check_like(op, name, result, x, (*x.shape[:-1], x.shape[-1] // (1 if gate == "none" else 2)))
 
 
 def _activated(x: Tensor, function: str, gate: str, limit: float | None, alpha: float, beta: float) -> Tensor:
@@ -152,9 +143,7 @@ def activation(
 
 
 @op(
-    f"activation_quant({_ARGUMENTS}, ScalarType? dtype=None, Tensor? scale=None, "
-    'str granularity="token", int group_size=128, Tensor? scale_ub=None, bool column_major_scale=True, '
-    "bool power_of_two_scale=False, Tensor(n!)? activated=None) -> (Tensor, Tensor)",
+    f"activation_quant({_ARGUMENTS}, {CODES}, Tensor(n!)? activated=None) -> (Tensor, Tensor)",
     cases=[
         {"x": Input((5, 192))},
         {"x": Input((5, 192)), "dtype": torch.int8, "function": "relu2"},

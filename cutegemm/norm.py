@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .quantize import BLOCK, check_device, check_floats, check_output, quantize_fused
+from .quantize import BLOCK, CODES, check_device, check_floats, check_like, check_output, quantize_fused
 from .registry import OPS, Input, nbytes, op
 
 
@@ -26,13 +26,8 @@ def _check_norm(op: str, x: Tensor, weight: Tensor | None, **others: Tensor | No
             raise ValueError(f"{op}: weight is {list(weight.shape)}; it must be [{x.shape[-1]}], as a row of x")
         check_device(op, "weight", weight, x)
     for name, other in others.items():
-        if other is None:
-            continue
-        if other.dtype != x.dtype:
-            raise TypeError(f"{op}: {name} is {other.dtype}; it must be the dtype of x, {x.dtype}")
-        if other.shape != x.shape:
-            raise ValueError(f"{op}: {name} is {list(other.shape)}; it must be the shape of x, {list(x.shape)}")
-        check_device(op, name, other, x)
+        if other is not None:
+            check_like(op, name, other, x, tuple(x.shape))
 
 
 def _norm(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -> Tensor:
@@ -138,11 +133,7 @@ def fused_add_rms_norm_(
     x.copy_(_norm(total, weight, eps, weight_offset))
 
 
-_QUANT_SCHEMA = (
-    "float eps=1e-6, float weight_offset=0.0, ScalarType? dtype=None, Tensor? scale=None, "
-    'str granularity="token", int group_size=128, Tensor? scale_ub=None, bool column_major_scale=True, '
-    "bool power_of_two_scale=False, Tensor(n!)? normed=None"
-)
+_QUANT_SCHEMA = f"float eps=1e-6, float weight_offset=0.0, {CODES}, Tensor(n!)? normed=None"
 _QUANT_CASES: list[dict[str, object]] = [
     {},
     {"dtype": torch.int8},

@@ -27,6 +27,12 @@ AMAX_FLOOR = 2.0**-40
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST = {torch.float8_e4m3fn: E4M3_MAX, torch.int8: INT8_MAX}
 
+_COMPUTED_SCALE = (
+    "int group_size=128, Tensor? scale_ub=None, bool column_major_scale=True, bool power_of_two_scale=False"
+)
+# How an op is asked for codes of what it computes: quantize_fused takes these.
+CODES = f'ScalarType? dtype=None, Tensor? scale=None, str granularity="token", {_COMPUTED_SCALE}'
+
 
 def check_floats(op: str, name: str, x: Tensor) -> None:
     if x.dtype not in FLOATS:
@@ -38,6 +44,15 @@ def check_floats(op: str, name: str, x: Tensor) -> None:
 def check_device(op: str, name: str, x: Tensor, of: Tensor) -> None:
     if x.device != of.device:
         raise ValueError(f"{op}: {name} is on {x.device}; it must be on the device of x, {of.device}")
+
+
+def check_like(op: str, name: str, other: Tensor, x: Tensor, shape: tuple[int, ...]) -> None:
+    if other.dtype != x.dtype:
+        raise TypeError(f"{op}: {name} is {other.dtype}; it must be the dtype of x, {x.dtype}")
+    if tuple(other.shape) != shape:
+        of_x = "the shape of x, " if shape == tuple(x.shape) else ""
+        raise ValueError(f"{op}: {name} is {list(other.shape)}; it must be {of_x}{list(shape)}")
+    check_device(op, name, other, x)
 
 
 def check_output(op: str, name: str, out: Tensor | None, itself: str = "", **reads: Tensor | None) -> None:
@@ -248,8 +263,7 @@ def quantize_fused(
 
 
 @op(
-    'quantize_fp8(Tensor x, Tensor? scale=None, str granularity="tensor", int group_size=128, '
-    "Tensor? scale_ub=None, bool column_major_scale=True, bool power_of_two_scale=False) -> (Tensor, Tensor)",
+    f'quantize_fp8(Tensor x, Tensor? scale=None, str granularity="tensor", {_COMPUTED_SCALE}) -> (Tensor, Tensor)',
     cases=[
         {"x": Input((5, 200))},
         {"x": Input((3, 7, 64), torch.float16), "granularity": "token"},

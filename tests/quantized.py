@@ -1,4 +1,4 @@
-"""What the tests of norm.py and activation.py share: how codes are asked for of ops that quantize what they compute."""
+"""What the tests of norm.py and activation.py share: how codes are asked for, and how calls are refused."""
 
 import math
 import re
@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import cutegemm
 from cutegemm.quantize import quantize_fp8, quantize_int8
 from cutegemm.testing import padded
 
@@ -77,3 +78,20 @@ def refused(device: str, sentence: str, memory: Tensor, call: Callable[..., obje
     with pytest.raises(RuntimeError if device == "cuda" else ValueError, match="^" + re.escape(sentence) + "$"):
         call(*args, **named)
     assert torch.equal(memory, before)
+
+
+def check_sentence(device: str, op: str, arguments: dict[str, Any], sentence: str) -> None:
+    """The op refuses the arguments with what begins with this sentence; a wrong dtype is a TypeError on a CPU."""
+    moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in arguments.items()}
+    wrong_type = " is torch." in sentence and "float32 of" not in sentence
+    kind = RuntimeError if device == "cuda" else TypeError if wrong_type else ValueError
+    with pytest.raises(kind, match="^" + re.escape(f"{op}: {sentence}")):
+        getattr(cutegemm, op)(**moved)
+
+
+def check_device_sentence(device: str, op: str, arguments: dict[str, Any], name: str, shape: tuple[int, ...]) -> None:
+    """The op refuses an argument of this name and shape that is on another device than the others."""
+    other, where, kind = ("cpu", "cuda:0", RuntimeError) if device == "cuda" else ("meta", "cpu", ValueError)
+    moved = {**arguments, name: torch.ones(shape, device=other)}
+    with pytest.raises(kind, match=f"^{op}: {name} is on {other}; it must be on the device of x, {where}"):
+        getattr(cutegemm, op)(**moved)

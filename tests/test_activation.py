@@ -1,12 +1,11 @@
 """Activations against float64, and their quantized forms against the ops apart, bit for bit."""
 
 import math
-import re
 from typing import Any
 
 import pytest
 import torch
-from quantized import QUANTIZED, case_for, codes_of, refused
+from quantized import QUANTIZED, case_for, check_device_sentence, check_sentence, codes_of, refused
 from torch import Tensor
 
 import cutegemm
@@ -416,11 +415,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("op", "arguments", "sentence"), WRONG)
 def test_errors(device: str, op: str, arguments: dict[str, Any], sentence: str) -> None:
-    moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in arguments.items()}
-    wrong_type = " is torch." in sentence and "float32 of" not in sentence
-    kind = RuntimeError if device == "cuda" else TypeError if wrong_type else ValueError
-    with pytest.raises(kind, match="^" + re.escape(f"{op}: {sentence}")):
-        getattr(cutegemm, op)(**moved)
+    check_sentence(device, op, arguments, sentence)
 
 
 @pytest.mark.parametrize(
@@ -433,10 +428,8 @@ def test_errors(device: str, op: str, arguments: dict[str, Any], sentence: str) 
     ],
 )
 def test_arguments_on_another_device(device: str, op: str, name: str) -> None:
-    other, where, kind = ("cpu", "cuda:0", RuntimeError) if device == "cuda" else ("meta", "cpu", ValueError)
-    argument = torch.ones({"scale": (4, 1), "scale_ub": (1,)}.get(name, (4, 4)), device=other)
-    with pytest.raises(kind, match=f"^{op}: {name} is on {other}; it must be on the device of x, {where}"):
-        getattr(cutegemm, op)(X.to(device), **{name: argument})
+    shapes = {"scale": (4, 1), "scale_ub": (1,)}
+    check_device_sentence(device, op, {"x": X.to(device)}, name, shapes.get(name, (4, 4)))
 
 
 @pytest.mark.parametrize("width", [2, 8, 64])
