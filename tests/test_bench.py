@@ -564,9 +564,9 @@ def test_row_table_by_hand() -> None:
     ]
     meta = {"gpu": "NVIDIA H200", "driver": "1", "torch": "2", "date": "d", "commit": "c", "peers": {"vllm": "0.20.0"}}
     text = row_ops.markdown(meta, rows)
-    assert "| op | 1 tokens | 8192 tokens |" in text
+    assert "| op | T = 1 | T = 8192 |" in text
     assert "| `rms_norm`, 4096 | 2.0 | 30.0 (1.20) |" in text
-    assert "1 tokens in FP8, four launches: 30.0 µs, and 40.0 µs without" in text
+    assert "with and without programmatic dependent launch: T = 1: 30.0 and 40.0 µs." in text
     assert text.endswith("Measured on one NVIDIA H200, driver 1, torch 2, vllm 0.20.0; d, commit c.")
 
 

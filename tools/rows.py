@@ -387,7 +387,7 @@ def judge(rows: Sequence[Row]) -> list[str]:
 
 
 def markdown(meta: dict[str, Any], rows: Sequence[Row]) -> str:
-    """README.md's table: times by op and tokens, with the ratio of the best peer's to ours."""
+    """README.md's table: times by op and number of tokens T, with the ratio of the best peer's to ours."""
     chains = [row for row in rows if row["op"] == CHAIN]
     rows = single(rows)
     tokens = sorted({row["shape"]["tokens"] for row in rows})
@@ -400,10 +400,13 @@ def markdown(meta: dict[str, Any], rows: Sequence[Row]) -> str:
         best = min(row["peers"].values(), default=math.nan)
         return f"{row['us']:.1f}" + (f" ({best / row['us']:.2f})" if row["peers"] else "")
 
-    lines = [["op", *(f"{t} tokens" for t in tokens)], ["---", *("--:" for _ in tokens)]]
+    lines = [["op", *(f"T = {t}" for t in tokens)], ["---", *("--:" for _ in tokens)]]
     for op, mode, width in ops:
-        title = f"`{op}`" + (f", {mode}" if mode else "") + f", {width}"
+        name, *note = op.split(", ")
+        what = " ".join([*note, mode]).strip()
+        title = f"`{name}`" + (f", {what}" if what else "") + f", {width}"
         lines.append([title, *(cell(at.get((op, mode, width, t))) for t in tokens)])
+    layers = [f"T = {row['shape']['tokens']}: {row['us']:.1f} and {row['peers']['unchained']:.1f} µs" for row in chains]
     versions = "".join(f", {name} {version}" for name, version in meta["peers"].items())
     where = f"{meta['gpu']}, driver {meta['driver']}, torch {meta['torch']}{versions}"
     return "\n".join(
@@ -412,11 +415,9 @@ def markdown(meta: dict[str, Any], rows: Sequence[Row]) -> str:
             "",
             *(f"| {' | '.join(cells)} |" for cells in lines),
             "",
-            *(
-                f"A feed-forward layer of {row['shape']['tokens']} tokens in FP8, four launches: {row['us']:.1f} µs, "
-                f"and {row['peers']['unchained']:.1f} µs without programmatic dependent launch."
-                for row in chains
-            ),
+            "A feed-forward layer in FP8 of four launches (add and norm, `scaled_mm`, SiLU, `scaled_mm`), with and "
+            f"without programmatic dependent launch: {'; '.join(layers)}.",
+            "",
             f"Measured on one {where}; {meta['date']}, commit {meta['commit']}.",
         ]
     )
