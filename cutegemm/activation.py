@@ -16,7 +16,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .quantize import BLOCK, CODES, check_floats, check_like, check_output, quantize_fused
+from .checks import check_floats, check_like, check_output
+from .quantize import BLOCK, CODES, quantize_fused
 from .registry import Input, nbytes, op
 
 FUNCTIONS: dict[str, Callable[[Tensor, float], Tensor]] = {

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checks import lies_in_memory_of
 from .epilogues import asymmetric, linear, scaled
-from .quantize import lies_in_memory_of
 from .registry import Input, nbytes, op
 from .variants import KERNELS, Choice
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .quantize import BLOCK, CODES, check_device, check_floats, check_like, check_output, quantize_fused
+from .checks import check_device, check_floats, check_like, check_output
+from .quantize import BLOCK, CODES, quantize_fused
 from .registry import OPS, Input, nbytes, op
 
 

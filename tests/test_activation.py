@@ -250,29 +250,6 @@ def test_activated_with_gaps_and_at_any_alignment(device: str, case: dict[str, A
         assert torch.equal(activated, want)
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
-@pytest.mark.parametrize("shape", [(0, 64), (4, 0), (2, 0, 8), (0,)])
-def test_a_tensors_scale_of_nothing_is_the_given_one(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x = torch.empty(shape, dtype=BF16, device=device)
-    for gate in ("first", "interleaved", "none"):
-        for s in (torch.tensor(0.5, device=device), torch.tensor([3.0], device=device)):
-            q, scale = cutegemm.activation_quant(x, gate=gate, dtype=dtype, granularity="tensor", scale=s)
-            assert q.shape == (*shape[:-1], shape[-1] // (1 if gate == "none" else 2))
-            assert scale.shape == ()
-            assert scale.item() == s.item()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("column_major_scale", [True, False])
-@pytest.mark.parametrize("shape", [(0, 64), (4, 0), (0, 0), (2, 0, 8)])
-def test_scales_of_nothing_have_the_strides_of_the_references(shape: tuple[int, ...], column_major_scale: bool) -> None:
-    x = torch.empty(shape, dtype=BF16)
-    for case in ({}, {"granularity": "group", "column_major_scale": column_major_scale}):
-        want = cutegemm.activation_quant(x, **case)
-        for one, other in zip(cutegemm.activation_quant(x.cuda(), **case), want, strict=True):
-            assert (one.shape, one.stride()) == (other.shape, other.stride())
-
-
 @pytest.mark.parametrize("shape", [(0, 64), (4, 0), (0, 0), (2, 0, 8), (0,)])
 def test_empty(device: str, shape: tuple[int, ...]) -> None:
     x = torch.empty(shape, dtype=BF16, device=device)

@@ -491,13 +491,17 @@ def test_tune_writes_a_table(tuning, monkeypatch, tmp_path, with_gpu, capsys):
     ]
     assert [entry["kernel"] for entry in found["rows"][0]["best"]] == ["k3", "k8", "k9"]
     assert found["meta"].keys() >= {"gpu", "driver", "torch", "date", "commit"}
+    # What is not measured again stays as it was, of the commit that it was measured at.
+    assert tune.main(["gemm_fp8", "--nk", "48x64", "--m", "5", "--commit", "new"]) == 0
+    table = tmp_path / "cutegemm" / "tuned" / "NVIDIA_H200.json"
+    before, found = found, json.loads(table.read_text())
+    assert found["rows"] == [*before["rows"][:2], {**before["rows"][2], "commit": "new"}]
     # Another file starts from the rows of the table.
     assert tune.main(["gemm_bf16", "--nk", "48x64", "--m", "7", "--out", str(tmp_path / "new.json")]) == 0
     assert len(json.loads((tmp_path / "new.json").read_text())["rows"]) == 4
     assert "gemm_fp8 m=1 n=48 k=64: [{'kernel': 'k3', 'us': 3.0}]" in capsys.readouterr().out
     # A problem that nothing takes keeps the row of before, and the run fails.
     monkeypatch.setattr(plan, "candidates", lambda problem, m: [plan.Choice("refuses")])
-    table = tmp_path / "cutegemm" / "tuned" / "NVIDIA_H200.json"
     assert tune.main(["gemm_bf16", "--nk", "48x64", "--m", "5"]) == 1
     assert json.loads(table.read_text())["rows"] == found["rows"]
     assert "WRONG no kernel for gemm_bf16 m=5 n=48 k=64" in capsys.readouterr().out

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantized import E4M3, QUANTIZED, case_for, check_device_sentence, check_sentence, codes_of, refused
+from quantized import QUANTIZED, case_for, check_device_sentence, check_sentence, codes_of, refused
 from torch import Tensor
 
 import cutegemm
@@ -276,38 +276,6 @@ def test_outputs_with_gaps_are_written_where_they_are(device: str, pitch: int) -
     assert torch.equal(rms_norm(in_x, out=in_x), rms_norm(x))
     for _, check in places.values():
         check()
-
-
-def quantized_forms(x: Tensor, **case: Any) -> dict[str, tuple[Tensor, ...]]:
-    """Codes and scale of each op that has them."""
-    return {
-        "rms_norm_quant": cutegemm.rms_norm_quant(x, **case),
-        "fused_add_rms_norm_quant": cutegemm.fused_add_rms_norm_quant(x, x.clone(), **case)[:2],
-        "fused_add_rms_norm_quant_": cutegemm.fused_add_rms_norm_quant_(x, x.clone(), **case),
-    }
-
-
-@pytest.mark.parametrize("dtype", [E4M3, torch.int8])
-@pytest.mark.parametrize("shape", [(0, 64), (4, 0), (2, 0, 8), (0,)])
-def test_a_tensors_scale_of_nothing_is_the_given_one(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x = torch.empty(shape, dtype=BF16, device=device)
-    for s in (torch.tensor(0.5, device=device), torch.tensor([3.0], device=device)):
-        for q, scale in quantized_forms(x, dtype=dtype, granularity="tensor", scale=s).values():
-            assert (q.shape, q.dtype) == (shape, dtype)
-            assert scale.shape == ()
-            assert scale.item() == s.item()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("column_major_scale", [True, False])
-@pytest.mark.parametrize("shape", [(0, 64), (4, 0), (0, 0), (2, 0, 8)])
-def test_scales_of_nothing_have_the_strides_of_the_references(shape: tuple[int, ...], column_major_scale: bool) -> None:
-    x = torch.empty(shape, dtype=BF16)
-    for case in ({}, {"granularity": "group", "column_major_scale": column_major_scale}):
-        want = quantized_forms(x, **case)
-        for op, results in quantized_forms(x.cuda(), **case).items():
-            for one, other in zip(results, want[op], strict=True):
-                assert (one.shape, one.stride()) == (other.shape, other.stride()), op
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (4, 0), (0, 0), (2, 0, 8), (0,)])

@@ -4,11 +4,13 @@ import bisect
 import math
 import re
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import cutegemm
 from cutegemm.quantize import (
     AMAX_FLOOR,
     dequantize_fp8,
@@ -660,6 +662,46 @@ def test_int8_errors(device: str) -> None:
         quantize_int8_asymmetric(x, one, torch.ones(2, dtype=torch.int32, device=device), "tensor")
     with pytest.raises(RuntimeError if device == "cuda" else TypeError, match=r"zero_point is torch.int64; it must be"):
         quantize_int8_asymmetric(x, one, torch.ones(1, dtype=torch.int64, device=device), "tensor")
+
+
+# The ops that quantize what they compute, where that is nothing
+
+
+def fused(x: Tensor, **how: Any) -> dict[str, tuple[Tensor, ...]]:
+    """Codes of the shape of x, and their scale, of each of them."""
+    return {
+        "rms_norm_quant": cutegemm.rms_norm_quant(x, **how),
+        "fused_add_rms_norm_quant": cutegemm.fused_add_rms_norm_quant(x, x.clone(), **how)[:2],
+        "fused_add_rms_norm_quant_": cutegemm.fused_add_rms_norm_quant_(x, x.clone(), **how),
+        "activation_quant": cutegemm.activation_quant(torch.cat((x, x), -1), **how),
+        "activation_quant, interleaved": cutegemm.activation_quant(torch.cat((x, x), -1), gate="interleaved", **how),
+        "activation_quant, no gate": cutegemm.activation_quant(x, gate="none", **how),
+    }
+
+
+@pytest.mark.parametrize("dtype", [E4M3, torch.int8])
+@pytest.mark.parametrize("shape", [(0, 64), (4, 0), (2, 0, 8), (0,)])
+def test_fused_scale_of_nothing_is_the_given_one(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = torch.empty(shape, dtype=torch.bfloat16, device=device)
+    for s in (torch.tensor(0.5, device=device), torch.tensor([3.0], device=device)):
+        for op, (q, scale) in fused(x, dtype=dtype, granularity="tensor", scale=s).items():
+            assert (q.shape, q.dtype) == (shape, dtype), op
+            assert scale.shape == (), op
+            assert scale.item() == s.item(), op
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("column_major_scale", [True, False])
+@pytest.mark.parametrize("shape", [(0, 64), (4, 0), (0, 0), (2, 0, 8)])
+def test_fused_scales_of_nothing_have_the_strides_of_the_references(
+    shape: tuple[int, ...], column_major_scale: bool
+) -> None:
+    x = torch.empty(shape, dtype=torch.bfloat16)
+    for how in ({}, {"granularity": "group", "column_major_scale": column_major_scale}):
+        want = fused(x, **how)
+        for op, results in fused(x.cuda(), **how).items():
+            for one, other in zip(results, want[op], strict=True):
+                assert (one.shape, one.stride()) == (other.shape, other.stride()), op
 
 
 # torch.compile, CUDA graphs, streams and memory

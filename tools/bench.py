@@ -174,14 +174,12 @@ BARS = (
 # Inputs and calls
 
 
-def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def operand(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x (rows, k) in the dtype, and a scale per row, (rows, 1): of one where the dtype is that of x."""
     if dtype == x.dtype:
         return x, torch.ones(len(x), 1, device=x.device)
-    info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
-    scale = x.abs().amax(dim=1, keepdim=True).float() / info.max
-    scaled = x / scale
-    return (scaled if dtype.is_floating_point else scaled.round()).to(dtype), scale
+    quantize = cutegemm.quantize_int8 if dtype == torch.int8 else cutegemm.quantize_fp8
+    return quantize(x, granularity="token")
 
 
 class Shape:
@@ -194,8 +192,8 @@ class Shape:
         def normal(rows: int) -> Tensor:
             return torch.randn(rows, k, generator=generator, device=device, dtype=torch.bfloat16)
 
-        a, scale_a = quantize_rows(normal(max(ms)), family.dtype)
-        weight, scale_w = quantize_rows(normal(n), family.dtype)
+        a, scale_a = operand(normal(max(ms)), family.dtype)
+        weight, scale_w = operand(normal(n), family.dtype)
         # Each in an allocation of its own: cuBLAS refuses a scale that is not aligned to 16 bytes.
         one_a, one_b = (torch.tensor([scale], device=device) for scale in (0.01, 0.02))
         x = Operands(a, weight.t(), scale_a, scale_w.view(1, n), scale_w, one_a, one_b)

@@ -4,7 +4,8 @@
     python tools/tune.py gemm_bf16 --nk 6144x4096 --m 1,16  some problems; their rows replace those of before
 
 Every kernel that may run is checked, then timed beside the others: a few rounds of all of them, more rounds
-of the best six. A kernel that refuses a problem is left out, and one that is wrong is reported.
+of the best six. A kernel that refuses a problem is left out, and one that is wrong is reported. A row says which
+commit it is of; `meta` is of the last run.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 best = survey(shape, m, plan.candidates(problem, m), faults)
                 if best:
                     what = {field: getattr(problem, field) for field in plan.TUNED_BY}
-                    found.append({**what, "m": m, "best": best})
+                    found.append({**what, "m": m, "best": best, "commit": meta["commit"]})
                 else:
                     faults[f"WRONG no kernel for {name} m={m} n={n} k={k}"] += 1
                 print(f"{time.monotonic() - start:5.0f} s  {name} m={m} n={n} k={k}: {best[:1]}", flush=True)
