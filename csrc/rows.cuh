@@ -300,6 +300,12 @@ __device__ __forceinline__ uint32_t four_codes(float a, float b, float c, float 
   const auto high = __nv_cvt_float2_to_fp8x2({c, d}, __NV_SATFINITE, __NV_E4M3);
   return low | uint32_t(high) << 16;
 }
+// e5m2 does the same.
+__device__ __forceinline__ uint32_t four_codes(float a, float b, float c, float d, __nv_fp8_e5m2) {
+  const auto low = __nv_cvt_float2_to_fp8x2({a, b}, __NV_SATFINITE, __NV_E5M2);
+  const auto high = __nv_cvt_float2_to_fp8x2({c, d}, __NV_SATFINITE, __NV_E5M2);
+  return low | uint32_t(high) << 16;
+}
 // int8 saturates too, and NaN becomes 0.
 __device__ __forceinline__ uint32_t four_codes(float a, float b, float c, float d, int8_t) {
   uint32_t word;

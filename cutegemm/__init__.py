@@ -20,6 +20,7 @@ from .activation import (
     swigluoai_and_mul,
 )
 from .gemm import mm, scaled_mm
+from .kv_cache import concat_and_cache_mla_, gather_cache, qk_norm_rope_and_cache_, reshape_and_cache_, slots_of
 from .library import chain_launches
 from .norm import (
     fused_add_rms_norm,
@@ -31,12 +32,15 @@ from .norm import (
 )
 from .plan import explain
 from .quantize import dequantize_fp8, dequantize_int8, quantize_fp8, quantize_int8, quantize_int8_asymmetric
+from .rope import build_cos_sin_cache, qk_norm_rope_, rotary_embedding_
 
 __version__ = "0.1.0"
 __all__ = [
     "activation",
     "activation_quant",
+    "build_cos_sin_cache",
     "chain_launches",
+    "concat_and_cache_mla_",
     "dequantize_fp8",
     "dequantize_int8",
     "explain",
@@ -44,6 +48,7 @@ __all__ = [
     "fused_add_rms_norm_",
     "fused_add_rms_norm_quant",
     "fused_add_rms_norm_quant_",
+    "gather_cache",
     "gelu_and_mul",
     "gelu_fast",
     "gelu_new",
@@ -51,13 +56,18 @@ __all__ = [
     "gelu_tanh_and_mul",
     "mm",
     "mul_and_silu",
+    "qk_norm_rope_",
+    "qk_norm_rope_and_cache_",
     "quantize_fp8",
     "quantize_int8",
     "quantize_int8_asymmetric",
     "relu2",
+    "reshape_and_cache_",
     "rms_norm",
     "rms_norm_quant",
+    "rotary_embedding_",
     "scaled_mm",
     "silu_and_mul",
+    "slots_of",
     "swigluoai_and_mul",
 ]

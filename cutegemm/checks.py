@@ -20,9 +20,14 @@ def check_floats(op: str, name: str, x: Tensor) -> None:
         raise ValueError(f"{op}: {name} has no dimension; it must have at least one")
 
 
-def check_device(op: str, name: str, x: Tensor, of: Tensor) -> None:
+def check_device(op: str, name: str, x: Tensor, of: Tensor, of_name: str = "x") -> None:
     if x.device != of.device:
-        raise ValueError(f"{op}: {name} is on {x.device}; it must be on the device of x, {of.device}")
+        raise ValueError(f"{op}: {name} is on {x.device}; it must be on the device of {of_name}, {of.device}")
+
+
+def check_last_stride(op: str, name: str, x: Tensor) -> None:
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        raise ValueError(f"{op}: {name} has the strides {list(x.stride())}; its last dimension must have stride one")
 
 
 def check_like(op: str, name: str, other: Tensor, x: Tensor, shape: tuple[int, ...]) -> None:

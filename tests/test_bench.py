@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from cutegemm import plan, roofline, testing
-from cutegemm.tools import bench, tune
+from cutegemm.tools import bench, timed, tune
+from cutegemm.tools import heads as head_ops
 from cutegemm.tools import rows as row_ops
 
 FP8, BF16 = bench.FAMILIES["gemm_fp8"], bench.FAMILIES["gemm_bf16"]
@@ -540,7 +541,7 @@ def row_result(op="rms_norm", tokens=8192, us=30.0, width=4096, **peers):
 def test_row_bars_are_times_at_8192_tokens_and_the_best_peer_anywhere() -> None:
     rows = [row_result(us=34.0, vllm=36.0), row_result(tokens=1, us=2.0, vllm=2.5, compile=1.9)]
     time, slower = row_ops.judge(rows)
-    assert time == "pass  rows: rms_norm : 34.0 us at 8192 tokens, <= 34"
+    assert time == "pass  rows: rms_norm: 34.00 us at 8192 tokens, <= 34"
     assert slower.startswith("MISS  rows: slower than compile, 1.90 us: rms_norm")
     assert row_ops.judge([row_result(us=34.1)])[0].startswith("MISS")
     assert row_ops.judge(rows[:1])[1] == "pass  rows: no peer is faster at any number of tokens"
@@ -574,7 +575,7 @@ def test_row_table_by_hand() -> None:
     assert text.endswith("Measured on one NVIDIA H200, driver 1, torch 2, vllm 0.20.0; d, commit c.")
 
 
-@pytest.mark.parametrize("row_op", row_ops.OPS, ids=row_ops.RowOp.title)
+@pytest.mark.parametrize("row_op", row_ops.OPS, ids=lambda timed_op: f"{timed_op.op}-{timed_op.mode}-{timed_op.width}")
 def test_row_candidates_make_the_same(row_op: row_ops.RowOp) -> None:
     def inputs() -> row_ops.Inputs:
         x, residual = torch.randn(2, 3, row_op.width * (2 if row_op.gated else 1)).bfloat16()
@@ -585,3 +586,31 @@ def test_row_candidates_make_the_same(row_op: row_ops.RowOp) -> None:
     wrong = replace(row_op, plain=lambda x, *rest: row_op.plain(2 * x, *rest))
     if row_op.op.startswith(("quantize", "silu")):
         assert row_ops.error(wrong, inputs()) > row_ops.MAX_ERROR
+
+
+# The ops on heads
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 130])
+@pytest.mark.parametrize("head_op", head_ops.OPS, ids=lambda head_op: f"{head_op.op}-{head_op.mode}")
+def test_head_candidates_make_the_same(head_op: head_ops.HeadOp, tokens: int, monkeypatch) -> None:
+    monkeypatch.setattr(head_ops, "LENGTH", 2048)
+    head_ops._table.cache_clear()
+    try:
+        inputs = head_op.inputs(tokens, "cpu")
+        assert len(inputs.slots.unique()) == len(inputs.slots) == len(inputs.qkv) == len(inputs.positions) == tokens
+        assert head_ops.error(head_op, inputs) < 5e-3
+        wrong = replace(head_op, plain=lambda i: (i.qkv.mul_(2), head_op.plain(i)))
+        assert head_ops.error(wrong, inputs) > head_ops.MAX_ERROR
+    finally:
+        head_ops._table.cache_clear()
+
+
+def test_head_bars_and_the_one_launch() -> None:
+    def result(op: str, tokens: int, us: float) -> timed.Row:
+        shape = {"tokens": tokens, "width": head_ops.Q + head_ops.KV}
+        return {"op": op, "mode": "", "shape": shape, "us": us, "floor_us": 1.0, "bytes": 1, "peers": {}}
+
+    rows = [result("qk_norm_rope_", 1, 2.0), result(head_ops.FUSED, 1, 2.4), result("qk_norm_rope_", 8192, 48.1)]
+    assert [line[:4] for line in head_ops.judge(rows)] == ["pass", "MISS", "pass"]
+    assert head_ops.judge([rows[0], result(head_ops.FUSED, 1, 2.5)])[-1].startswith("MISS")

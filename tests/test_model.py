@@ -517,7 +517,8 @@ def test_each_linear_on_cuda_is_that_on_cpu(model: Llama, sample: Tensor, precis
     calls: list[tuple[nn.Module, Tensor | Quantized, Tensor]] = []
     for module in low.modules():
         if isinstance(module, Linear | Fp8Linear):
-            module.register_forward_hook(lambda module, args, output: calls.append((module, args[0], output)))
+            # A copy, since queries and keys are rotated where they are.
+            module.register_forward_hook(lambda module, args, output: calls.append((module, args[0], output.clone())))
     low(sample[:, :100])
     assert len(calls) == 4 * 30 + 1
     # Some outputs are nearly all in one channel. A step of BF16 there, up to 2**-7, is one of the whole; fast

@@ -32,7 +32,9 @@ from torch import Tensor
 
 import cutegemm
 from cutegemm import plan, roofline, testing
+from cutegemm.tools import heads as head_ops
 from cutegemm.tools import rows as row_ops
+from cutegemm.tools import timed
 
 ROOT = Path(__file__).resolve().parent.parent
 MARKS = "<!-- measured:begin -->", "<!-- measured:end -->"
@@ -158,6 +160,8 @@ class Bar:
             tokens = f"M <= {self.last}" if self.first == 1 else f"{self.first} <= M <= {self.last}"
         return f"{self.of} vs {self.peer}, {tokens}, >= {self.least:.2f}"
 
+
+MEMORY_BOUND = {module.NAME: module for module in (row_ops, head_ops)}
 
 BARS = (
     Bar("gemm_fp8", "torch_row", "geomean", 1.40, last=64),
@@ -471,10 +475,11 @@ def tables(results: Path) -> str:
         if path.exists():
             found = json.loads(path.read_text())
             blocks.append(markdown(family, found["meta"], found["rows"]))
-    path = results / f"{row_ops.NAME}.json"
-    if path.exists():
-        found = json.loads(path.read_text())
-        blocks.append(row_ops.markdown(found["meta"], found["rows"]))
+    for name, module in MEMORY_BOUND.items():
+        path = results / f"{name}.json"
+        if path.exists():
+            found = json.loads(path.read_text())
+            blocks.append(module.markdown(found["meta"], found["rows"]))
     return "\n\n".join(blocks) or "Nothing is measured yet."
 
 
@@ -577,11 +582,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python tools/bench.py", description="Time the ops beside their peers, and keep the results."
     )
     add = parser.add_argument
-    names = [*FAMILIES, row_ops.NAME]
+    names = [*FAMILIES, *MEMORY_BOUND]
     add("families", nargs="*", metavar="FAMILY", help=f"of {', '.join(names)} (default: all)")
     add("--m", type=numbers, metavar="M,...", help="numbers of tokens")
     add("--nk", type=nk_pairs, metavar="NxK,...", help="shapes of the weight, (n, k)")
     add("--peers", type=Path, metavar="DIR", help="folder of vLLM's shared objects, or its parent")
+    add("--without", type=lambda text: text.split(","), default=[], metavar="PEER,...", help="peers to leave out")
     add("--rounds", type=int, default=20, metavar="N", help="samples of each candidate (default: 20)")
     add("--out", type=Path, metavar="DIR", help="folder of the results (default: benchmarks/<gpu>)")
     add("--commit", metavar="NAME", help="what is measured, where the tree has no git folder")
@@ -610,19 +616,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     lines: list[str] = []
     refused: list[str] = []
-    without = () if args.peers else ("vllm",)
+    without = [*args.without, *([] if args.peers else ["vllm"])]
     for name in args.families or names:
-        if name == row_ops.NAME:
-            rows, bad = row_ops.run(times, args.m or row_ops.TOKENS, without, args.rounds, args.check)
-            found = row_ops.judge(rows)
+        if name in MEMORY_BOUND:
+            module = MEMORY_BOUND[name]
+            results, bad = module.run(times, args.m or timed.TOKENS, without, args.rounds, args.check)
+            found = module.judge(results)
         else:
-            rows, bad = run(FAMILIES[name], args.nk or KN, args.m or M, without, args.rounds, args.check)
-            found = summary(FAMILIES[name], rows)
+            results, bad = run(FAMILIES[name], args.nk or KN, args.m or M, without, args.rounds, args.check)
+            found = summary(FAMILIES[name], results)
         refused += bad
         if not args.check:
             lines += ["", *found]
             if out:
-                write(out / f"{name}.json", dump(meta, rows))
+                write(out / f"{name}.json", dump(meta, results))
     print("\n".join(lines))
     for sentence in refused:
         print(f"REFUSED {sentence}")

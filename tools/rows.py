@@ -6,9 +6,7 @@ for every number of tokens.
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,18 +15,15 @@ from torch import Tensor
 
 import cutegemm
 from cutegemm import roofline, testing
-
-Row = dict[str, Any]
-Calls = list[Callable[[], object]]
+from cutegemm.tools import timed
+from cutegemm.tools.timed import Calls, Row
 
 NAME = "rows"
 TITLE = "Norm, activation and quantization"
-TOKENS = (1, 16, 64, 512, 8192)
 HIDDEN, FF = 4096, 14336  # Llama-3-8B
 EPS = 1e-6
 F8 = torch.float8_e4m3fn
 CHAIN = "add, norm, scaled_mm, silu_and_mul, scaled_mm"
-PEERS = ("compile", "vllm")
 # Of dequantized values: e4m3 has a step of 2**-3, whose rounding is some 2.6e-2 in norm.
 MAX_ERROR = 4e-2
 
@@ -67,10 +62,17 @@ class RowOp:
     plain: Callable[..., object]  # of x, residual, weight, scale; torch.compile's
     vllm: Callable[[Inputs, Results], object]
     gated: bool = False
-    moved: float = 0.0  # bytes for an element of the result
+    bytes_each: int = 0  # that are moved for an element of the result
 
-    def title(self) -> str:
-        return f"{self.op} {self.mode}".strip() + f", {self.width}"
+    @property
+    def bars(self) -> Mapping[int, float]:
+        return {8192: self.most}
+
+    def nbytes(self, tokens: int) -> int:
+        return self.bytes_each * tokens * self.width
+
+    def calls(self, tokens: int, peers: Collection[str], device: str = "cuda") -> tuple[dict[str, Calls], float]:
+        return calls(self, tokens, peers, device)
 
 
 # In plain torch
@@ -129,35 +131,35 @@ OPS = (
         lambda i: cutegemm.rms_norm(i.x, i.weight, EPS),
         lambda x, residual, weight, scale: _norm(x, weight),
         lambda i, r: _vllm("rms_norm")(r.out, i.x, i.weight, EPS),
-        moved=4,
+        bytes_each=4,
     ),
     RowOp(
         "fused_add_rms_norm_", "", HIDDEN, 66,
         lambda i: cutegemm.fused_add_rms_norm_(i.x, i.residual, i.weight, EPS),
         lambda x, residual, weight, scale: _add_norm_in_place(x, residual, weight),
         lambda i, r: _vllm("fused_add_rms_norm")(i.x, i.residual, i.weight, EPS),
-        moved=8,
+        bytes_each=8,
     ),
     RowOp(
         "rms_norm_quant", "FP8 per token", HIDDEN, 28,
         lambda i: cutegemm.rms_norm_quant(i.x, i.weight, EPS),
         lambda x, residual, weight, scale: _token(_norm(x, weight)),
         lambda i, r: _vllm("rms_norm_dynamic_per_token_quant")(r.q, i.x, i.weight, r.scale, EPS, None, None),
-        moved=3,
+        bytes_each=3,
     ),
     RowOp(
         "rms_norm_quant", "FP8 per group of 128", HIDDEN, 29,
         lambda i: cutegemm.rms_norm_quant(i.x, i.weight, EPS, granularity="group"),
         lambda x, residual, weight, scale: _group(_norm(x, weight)),
         lambda i, r: _vllm("rms_norm_per_block_quant")(r.q, i.x, i.weight, r.groups, EPS, None, None, 128, False),
-        moved=3,
+        bytes_each=3,
     ),
     RowOp(
         "fused_add_rms_norm_quant_", "FP8 per token", HIDDEN, 63,
         lambda i: cutegemm.fused_add_rms_norm_quant_(i.x, i.residual, i.weight, EPS),
         lambda x, residual, weight, scale: _token(_norm(_add_in_place(x, residual), weight)),
         lambda i, r: _vllm("rms_norm_dynamic_per_token_quant")(r.q, i.x, i.weight, r.scale, EPS, None, i.residual),
-        moved=7,
+        bytes_each=7,
     ),
     *(
         RowOp(
@@ -165,7 +167,7 @@ OPS = (
             lambda i: cutegemm.quantize_fp8(i.x, granularity="token"),
             lambda x, residual, weight, scale: _token(x),
             lambda i, r: _vllm("dynamic_per_token_scaled_fp8_quant")(r.q, i.x, r.scale, None),
-            moved=3,
+            bytes_each=3,
         )
         for width, most in ((HIDDEN, 28), (FF, 92))
     ),
@@ -174,28 +176,28 @@ OPS = (
         lambda i: cutegemm.quantize_fp8(i.x, granularity="group"),
         lambda x, residual, weight, scale: _group(x),
         _vllm_group,
-        moved=3,
+        bytes_each=3,
     ),
     RowOp(
         "quantize_fp8", "per tensor", HIDDEN, 48,
         lambda i: cutegemm.quantize_fp8(i.x),
         lambda x, residual, weight, scale: _tensor(x),
         lambda i, r: _vllm("dynamic_scaled_fp8_quant")(r.q, i.x, r.one),
-        moved=3,
+        bytes_each=3,
     ),
     RowOp(
         "silu_and_mul", "", FF, 166,
         lambda i: cutegemm.silu_and_mul(i.x),
         lambda x, residual, weight, scale: _silu(x),
         lambda i, r: _vllm("silu_and_mul")(r.out, i.x),
-        gated=True, moved=6,
+        gated=True, bytes_each=6,
     ),
     RowOp(
         "silu_and_mul, quantized", "FP8, static", FF, 155,
         lambda i: cutegemm.activation_quant(i.x, scale=i.scale, granularity="tensor"),
         lambda x, residual, weight, scale: (_by(_silu(x), scale), scale),
         lambda i, r: _vllm("silu_and_mul_quant")(r.q, i.x, i.scale),
-        gated=True, moved=5,
+        gated=True, bytes_each=5,
     ),
     RowOp(
         "silu_and_mul, quantized", "FP8 per token", FF, 165,
@@ -205,14 +207,14 @@ OPS = (
             _vllm("silu_and_mul")(r.out, i.x),
             _vllm("dynamic_per_token_scaled_fp8_quant")(r.q, r.out, r.scale, None),
         ),
-        gated=True, moved=5,
+        gated=True, bytes_each=5,
     ),
     RowOp(
         "silu_and_mul, quantized", "FP8 per group of 128", FF, 160,
         lambda i: cutegemm.activation_quant(i.x, granularity="group"),
         lambda x, residual, weight, scale: _group(_silu(x)),
         lambda i, r: _vllm("silu_and_mul_per_block_quant")(r.q, i.x, r.groups, 128, None, False),
-        gated=True, moved=5,
+        gated=True, bytes_each=5,
     ),
 )  # fmt: skip
 
@@ -247,8 +249,8 @@ def calls(row_op: RowOp, tokens: int, peers: Collection[str], device: str = "cud
     first = Inputs(normal(tokens, width), normal(tokens, width), normal(width), torch.tensor([0.03], device=device))
     fault = error(row_op, first)
     if not fault <= MAX_ERROR:
-        raise RuntimeError(f"{row_op.title()}: relative error is {fault:.3g}; it must be at most {MAX_ERROR:g}")
-    count = max(2, testing.input_sets(int(row_op.moved * tokens * row_op.width), device))
+        raise RuntimeError(f"relative error is {fault:.3g}; it must be at most {MAX_ERROR:g}")
+    count = max(2, testing.input_sets(row_op.nbytes(tokens), device))
     sets = [first, *(first.copy() for _ in range(1, count))]
 
     def results() -> Results:
@@ -272,46 +274,18 @@ def calls(row_op: RowOp, tokens: int, peers: Collection[str], device: str = "cud
 
 
 def run(
-    times: Callable[[dict[str, Calls], int], dict[str, float]],
-    tokens: Sequence[int] = TOKENS,
+    times: timed.Times,
+    tokens: Sequence[int] = timed.TOKENS,
     without: Collection[str] = (),
     rounds: int = 20,
     check_only: bool = False,
 ) -> tuple[list[Row], list[str]]:
-    """The rows of results, and a sentence for each that was refused. All are timed twice: `again` is later."""
-    rows: dict[tuple[RowOp, int], Row] = {}
-    refused: list[str] = []
-    for turn in range(1 if check_only else 2):
-        for row_op, t in itertools.product(OPS, tokens):
-            try:
-                candidates, fault = calls(row_op, t, [name for name in PEERS if name not in without])
-                measured = {} if check_only else times(candidates, rounds)
-            except Exception as caught:
-                refused.append(f"{row_op.title()}, tokens={t}: {next(iter(str(caught).splitlines()), '')}")
-                print(f"  REFUSED {refused[-1]}", flush=True)
-                continue
-            if check_only:
-                print(f"{row_op.title()}, tokens={t}: err {fault:.1e}", flush=True)
-                continue
-            found: Row = {"us": round(measured.pop(""), 2)}
-            found["peers"] = {name: round(value, 2) for name, value in measured.items()}
-            if turn == 0:
-                nbytes = int(row_op.moved * t * row_op.width)
-                row: Row = {"op": row_op.op, "mode": row_op.mode, "shape": {"tokens": t, "width": row_op.width}}
-                row |= {"floor_us": round(roofline.floor_us(nbytes), 2), "bytes": nbytes, "err": float(f"{fault:.2e}")}
-                rows[row_op, t] = row | found
-            elif (row_op, t) not in rows:
-                continue
-            else:
-                rows[row_op, t]["again"] = found
-            print(line(rows[row_op, t] | found), flush=True)
-            torch.cuda.empty_cache()
-    return [*rows.values(), *([] if check_only else chain(times, rounds=rounds))], refused
+    """As timed.run of OPS, and then chain."""
+    rows, refused = timed.run(OPS, times, tokens, without, rounds, check_only)
+    return [*rows, *([] if check_only else chain(times, rounds=rounds))], refused
 
 
-def chain(
-    times: Callable[[dict[str, Calls], int], dict[str, float]], tokens: Sequence[int] = (1, 16, 64), rounds: int = 20
-) -> list[Row]:
+def chain(times: timed.Times, tokens: Sequence[int] = (1, 16, 64), rounds: int = 20) -> list[Row]:
     """A feed-forward layer in FP8, four launches, with and without programmatic dependent launch."""
     generator = torch.Generator("cuda").manual_seed(0)
 
@@ -350,17 +324,8 @@ def chain(
         row: Row = {"op": CHAIN, "mode": "FP8", "shape": {"tokens": t, "width": HIDDEN}, "bytes": nbytes}
         row |= {"floor_us": round(roofline.floor_us(nbytes), 2), "us": round(measured.pop(""), 2)}
         rows.append(row | {"peers": {name: round(value, 2) for name, value in measured.items()}})
-        print(line(rows[-1]), flush=True)
+        print(timed.line(rows[-1]), flush=True)
     return rows
-
-
-def line(row: Row) -> str:
-    peers = " ".join(f"{name} {us:.2f}" for name, us in row["peers"].items())
-    title = f"{row['op']} {row['mode']}".strip()
-    return (
-        f"{title:<45} {row['shape']['tokens']:>5} x {row['shape']['width']:<6} {row['us']:9.2f} us "
-        f"{row['floor_us'] / row['us']:4.0%} of floor  {peers}"
-    )
 
 
 def single(rows: Sequence[Row]) -> list[Row]:
@@ -368,56 +333,17 @@ def single(rows: Sequence[Row]) -> list[Row]:
 
 
 def judge(rows: Sequence[Row]) -> list[str]:
-    """A line for each bar: the times at 8192 tokens, and no peer faster anywhere, both times."""
-    lines = []
-    rows = [*rows, *(row | row["again"] for row in rows if "again" in row)]
-    most = {(o.op, o.mode, o.width): o.most for o in OPS}
-    for row in single(rows):
-        bar = most[row["op"], row["mode"], row["shape"]["width"]]
-        if row["shape"]["tokens"] == 8192:
-            word = "pass" if row["us"] <= bar else "MISS"
-            lines.append(f"{word}  rows: {row['op']} {row['mode']}: {row['us']:.1f} us at 8192 tokens, <= {bar:g}")
-    slower = [row for row in single(rows) if row["peers"] and row["us"] > min(row["peers"].values())]
-    for row in slower:
-        best = min(row["peers"], key=row["peers"].__getitem__)
-        lines.append(f"MISS  rows: slower than {best}, {row['peers'][best]:.2f} us: {line(row)}")
-    if not slower and any(row["peers"] for row in single(rows)):
-        lines.append("pass  rows: no peer is faster at any number of tokens")
-    return lines
+    return timed.judge(NAME, OPS, single(rows))
 
 
-def markdown(meta: dict[str, Any], rows: Sequence[Row]) -> str:
-    """README.md's table: times by op and number of tokens T, with the ratio of the best peer's to ours."""
-    chains = [row for row in rows if row["op"] == CHAIN]
-    rows = single(rows)
-    tokens = sorted({row["shape"]["tokens"] for row in rows})
-    ops = dict.fromkeys((row["op"], row["mode"], row["shape"]["width"]) for row in rows)
-    at = {(row["op"], row["mode"], row["shape"]["width"], row["shape"]["tokens"]): row for row in rows}
-
-    def cell(row: Row | None) -> str:
-        if row is None:
-            return "-"
-        best = min(row["peers"].values(), default=math.nan)
-        return f"{row['us']:.1f}" + (f" ({best / row['us']:.2f})" if row["peers"] else "")
-
-    lines = [["op", *(f"T = {t}" for t in tokens)], ["---", *("--:" for _ in tokens)]]
-    for op, mode, width in ops:
-        name, *note = op.split(", ")
-        what = " ".join([*note, mode]).strip()
-        title = f"`{name}`" + (f", {what}" if what else "") + f", {width}"
-        lines.append([title, *(cell(at.get((op, mode, width, t))) for t in tokens)])
-    layers = [f"T = {row['shape']['tokens']}: {row['us']:.1f} and {row['peers']['unchained']:.1f} µs" for row in chains]
-    versions = "".join(f", {name} {version}" for name, version in meta["peers"].items())
-    where = f"{meta['gpu']}, driver {meta['driver']}, torch {meta['torch']}{versions}"
-    return "\n".join(
-        [
-            f"**{TITLE}.** µs a call; in parentheses the time of the better of vLLM's op and torch.compile over ours.",
-            "",
-            *(f"| {' | '.join(cells)} |" for cells in lines),
-            "",
-            "A feed-forward layer in FP8 of four launches (add and norm, `scaled_mm`, SiLU, `scaled_mm`), with and "
-            f"without programmatic dependent launch: {'; '.join(layers)}.",
-            "",
-            f"Measured on one {where}; {meta['date']}, commit {meta['commit']}.",
-        ]
+def markdown(meta: Mapping[str, Any], rows: Sequence[Row]) -> str:
+    layers = "; ".join(
+        f"T = {row['shape']['tokens']}: {row['us']:.1f} and {row['peers']['unchained']:.1f} µs"
+        for row in rows
+        if row["op"] == CHAIN
     )
+    note = (
+        "A feed-forward layer in FP8 of four launches (add and norm, `scaled_mm`, SiLU, `scaled_mm`), with and "
+        f"without programmatic dependent launch: {layers}."
+    )
+    return timed.markdown(TITLE, meta, single(rows), note)
