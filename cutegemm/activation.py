@@ -101,7 +101,7 @@ def _activation(
 @op(
     f"activation_out(Tensor(a!) out, {_ARGUMENTS}) -> ()",
     cases=[{"out": Input((5, 96)), "x": Input((5, 192))}],
-    bytes=lambda *args, **named: nbytes(args, named),
+    bytes=lambda **arguments: nbytes(arguments),
 )
 def _activation_out(
     out: Tensor,

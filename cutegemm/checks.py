@@ -39,12 +39,17 @@ def check_like(op: str, name: str, other: Tensor, x: Tensor, shape: tuple[int, .
     check_device(op, name, other, x)
 
 
+def is_fake(x: Tensor) -> bool:
+    """Whether it has a shape and no values, as while torch.compile looks at a call."""
+    return x.is_meta or isinstance(x, FakeTensor)
+
+
 def check_output(op: str, name: str, out: Tensor | None, itself: str = "", **reads: Tensor | None) -> None:
     """Refuses an out that has no rows at equal distances, or in whose memory lies what is read while it is written.
 
     itself: what out may be. Views that interleave without touching can't be told from others: those pass.
     """
-    if out is None or out.is_meta or isinstance(out, FakeTensor):
+    if out is None or is_fake(out):
         return
     *leading, k = out.shape
     rows, stride = 1, k

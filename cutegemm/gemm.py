@@ -197,7 +197,7 @@ _MM_CASES: list[dict[str, Any]] = [
 ]
 
 
-def _product_flops(a: Tensor, b: Tensor, *rest: Any, **named: Any) -> int:
+def _product_flops(a: Tensor, b: Tensor, **others: Any) -> int:
     return 2 * a.shape[0] * a.shape[1] * b.shape[1]
 
 
@@ -228,8 +228,8 @@ def _mm_out_fake(out: Tensor, *rest: Any, **named: Any) -> None:
     "str? kernel_name=None) -> ()",
     cases=[{"out": Input((case["a"].shape[0], case["b"].shape[1]), torch.float32), **case} for case in _MM_CASES],
     fake=_mm_out_fake,
-    bytes=lambda *args, **named: nbytes(args, named),
-    flops=lambda out, *args, **named: _product_flops(*args, **named),
+    bytes=lambda **arguments: nbytes(arguments),
+    flops=_product_flops,
 )
 def _mm_out(
     out: Tensor,
@@ -348,8 +348,8 @@ def _scaled_mm_out_fake(out: Tensor, *rest: Any, **named: Any) -> None:
         {"out": Input((7, 40), torch.bfloat16), **_SCALED_MM_CASES[2]},
     ],
     fake=_scaled_mm_out_fake,
-    bytes=lambda *args, **named: nbytes(args, named),
-    flops=lambda out, *args, **named: _product_flops(*args, **named),
+    bytes=lambda **arguments: nbytes(arguments),
+    flops=_product_flops,
 )
 def _scaled_mm_out(
     out: Tensor,

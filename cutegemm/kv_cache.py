@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .checks import FLOATS, check_device, check_floats, check_last_stride
+from .checks import FLOATS, check_device, check_floats, check_last_stride, is_fake
 from .norm import rms_norm
 from .quantize import AMAX_FLOOR, E4M3_MAX
 from .registry import Input, nbytes, op
@@ -150,11 +150,11 @@ def _check_write(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
-    layout: str = "NHD",
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    k_scale_cache: Tensor | None = None,
-    v_scale_cache: Tensor | None = None,
+    layout: str,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    k_scale_cache: Tensor | None,
+    v_scale_cache: Tensor | None,
 ) -> None:
     check_floats(op, "k", k)
     if k.dim() != 3:
@@ -201,6 +201,8 @@ def _places(slot_mapping: Tensor, slots: Tensor) -> tuple[Tensor, tuple[Tensor, 
 
 def _store(x: Tensor, slots: Tensor, slot_mapping: Tensor, scale: Tensor | None, scale_cache: Tensor | None) -> None:
     """x (tokens, heads, head_size) into slots (blocks, block_size, heads, ...)."""
+    if is_fake(slots):  # which slots are in the cache is known by their values
+        return
     inside, places = _places(slot_mapping, slots)
     rows = x[: len(slot_mapping)][inside]
     if slots.dtype in FP8_MAX:
@@ -225,13 +227,12 @@ def _bytes_written(
     k: Tensor,
     v: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
     slot_mapping: Tensor,
-    layout: str = "NHD",
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    k_scale_cache: Tensor | None = None,
-    v_scale_cache: Tensor | None = None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    k_scale_cache: Tensor | None,
+    v_scale_cache: Tensor | None,
+    **others: Any,
 ) -> int:
     """Of a call in which no slot is skipped."""
     heads = slot_mapping.numel() * k.shape[1]
@@ -253,7 +254,6 @@ _KV: dict[str, object] = {"k": Input((7, 3, 32)), "v": Input((7, 3, 40)), "slot_
         {**_KV, "k_cache": Input((2, 3, 16, 32)), "v_cache": Input((2, 3, 16, 40)), "layout": "HND"},
         {**_KV, "k_cache": Input((11, 3, 4, 3, 8)), "v_cache": Input((11, 3, 40, 3)), "layout": "v1"},
     ],
-    fake=partial(_check_write, "reshape_and_cache_"),
     bytes=_bytes_written,
 )
 def reshape_and_cache_(
@@ -292,30 +292,13 @@ def reshape_and_cache_(
     _store(v, _by_slot(v_cache, layout), slot_mapping, v_scale, v_scale_cache)
 
 
-def _check_write_mla(
-    kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, scale: Tensor | None = None
-) -> None:
-    op = "concat_and_cache_mla_"
-    check_floats(op, "kv_c", kv_c)
-    if kv_c.dim() != 2:
-        raise ValueError(f"{op}: kv_c is {list(kv_c.shape)}; it must be [tokens, rank]")
-    check_last_stride(op, "kv_c", kv_c)
-    _check_rows(op, "k_pe", k_pe, (kv_c.shape[0], "rope"), "kv_c", kv_c)
-    _check_cache_dtype(op, "kv_cache", kv_cache, "kv_c", kv_c)
-    width = kv_c.shape[1] + k_pe.shape[1]
-    _check_cache(op, "kv_cache", kv_cache, ("blocks", "block_size", width), "", "kv_c", kv_c)
-    _check_slots_of_tokens(op, slot_mapping, "kv_c", kv_c)
-    _check_scales(op, kv_cache, kv_cache.unsqueeze(2), "scale", scale)
-
-
 @op(
     "concat_and_cache_mla_(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping, Tensor? scale=None) "
     "-> ()",
     cases=[
         {"kv_c": Input((7, 96)), "k_pe": Input((7, 16)), "kv_cache": Input((4, 8, 112)), "slot_mapping": _SLOTS},
     ],
-    fake=_check_write_mla,
-    bytes=lambda kv_c, k_pe, kv_cache, slot_mapping, scale=None: (
+    bytes=lambda kv_c, kv_cache, slot_mapping, scale, **others: (
         slot_mapping.numel() * kv_cache.shape[2] * (kv_c.itemsize + kv_cache.itemsize) + nbytes(slot_mapping, scale)
     ),
 )
@@ -329,49 +312,18 @@ def concat_and_cache_mla_(
     is 1. The rest, and what FP8 holds, is as in reshape_and_cache_ with one head (DeepSeek-V2, 2024). To gather_cache
     such a cache is kv_cache.unsqueeze(2).
     """
-    _check_write_mla(kv_c, k_pe, kv_cache, slot_mapping, scale)
+    name = "concat_and_cache_mla_"
+    check_floats(name, "kv_c", kv_c)
+    if kv_c.dim() != 2:
+        raise ValueError(f"{name}: kv_c is {list(kv_c.shape)}; it must be [tokens, rank]")
+    check_last_stride(name, "kv_c", kv_c)
+    _check_rows(name, "k_pe", k_pe, (kv_c.shape[0], "rope"), "kv_c", kv_c)
+    _check_cache_dtype(name, "kv_cache", kv_cache, "kv_c", kv_c)
+    width = kv_c.shape[1] + k_pe.shape[1]
+    _check_cache(name, "kv_cache", kv_cache, ("blocks", "block_size", width), "", "kv_c", kv_c)
+    _check_slots_of_tokens(name, slot_mapping, "kv_c", kv_c)
+    _check_scales(name, kv_cache, kv_cache.unsqueeze(2), "scale", scale)
     _store(torch.cat((kv_c, k_pe), -1).unsqueeze(1), kv_cache.unsqueeze(2), slot_mapping, scale, None)
-
-
-def _check_fused(
-    positions: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    head_size: int,
-    cos_sin_cache: Tensor | None,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    eps: float = 1e-6,
-    weight_offset: float = 0.0,
-    norm: bool = False,
-    is_neox: bool = True,
-    rope_dim_offset: int = 0,
-    mrope_section: list[int] | None = None,
-    layout: str = "NHD",
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    k_scale_cache: Tensor | None = None,
-    v_scale_cache: Tensor | None = None,
-) -> None:
-    op = "qk_norm_rope_and_cache_"
-    check_heads(op, "q", q, head_size, q)
-    check_heads(op, "k", k, head_size, q, written=False)
-    if v.dim() == 2:
-        check_heads(op, "v", v, head_size, q, written=False)
-    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
-        if weight is not None and not norm:
-            raise ValueError(f"{op}: {name} is given, and norm is False; it must be left out, or norm be True")
-        check_norm_weight(op, name, weight, q, head_size)
-    if cos_sin_cache is not None:
-        check_rotation(op, positions, cos_sin_cache, q, head_size, rope_dim_offset, mrope_section)
-    _check_write(
-        op, heads_of(k, head_size), heads_of(v, head_size), k_cache, v_cache, slot_mapping, layout, k_scale, v_scale,
-        k_scale_cache, v_scale_cache,
-    )  # fmt: skip
 
 
 def _bytes_fused(
@@ -381,24 +333,12 @@ def _bytes_fused(
     v: Tensor,
     head_size: int,
     cos_sin_cache: Tensor | None,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    eps: float = 1e-6,
-    weight_offset: float = 0.0,
-    norm: bool = False,
-    is_neox: bool = True,
-    rope_dim_offset: int = 0,
-    mrope_section: list[int] | None = None,
-    layout: str = "NHD",
-    *scales: Tensor | None,
-    **named_scales: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    norm: bool,
+    **write: Any,
 ) -> int:
-    total = nbytes(q_weight, k_weight) + _bytes_written(
-        heads_of(k, head_size), heads_of(v, head_size), k_cache, v_cache, slot_mapping, layout, *scales, **named_scales
-    )
+    total = nbytes(q_weight, k_weight) + _bytes_written(heads_of(k, head_size), heads_of(v, head_size), **write)
     if cos_sin_cache is not None:
         length, rotary_dim = cos_sin_cache.shape
         total += nbytes(positions) + min(q.shape[0], length) * rotary_dim * cos_sin_cache.itemsize
@@ -447,7 +387,6 @@ _QKV: dict[str, object] = {
             "layout": "v1",
         },
     ],
-    fake=_check_fused,
     bytes=_bytes_fused,
 )
 def qk_norm_rope_and_cache_(
@@ -485,10 +424,20 @@ def qk_norm_rope_and_cache_(
     k_weight, eps and weight_offset as in qk_norm_rope_. cos_sin_cache: None leaves out RoPE, and positions are not
     read. The others are as in rotary_embedding_ and reshape_and_cache_.
     """
-    _check_fused(
-        positions, q, k, v, head_size, cos_sin_cache, k_cache, v_cache, slot_mapping, q_weight, k_weight, eps,
-        weight_offset, norm, is_neox, rope_dim_offset, mrope_section, layout, k_scale, v_scale, k_scale_cache,
-        v_scale_cache,
+    name = "qk_norm_rope_and_cache_"
+    check_heads(name, "q", q, head_size, q)
+    check_heads(name, "k", k, head_size, q, written=False)
+    if v.dim() == 2:
+        check_heads(name, "v", v, head_size, q, written=False)
+    for which, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if weight is not None and not norm:
+            raise ValueError(f"{name}: {which} is given, and norm is False; it must be left out, or norm be True")
+        check_norm_weight(name, which, weight, q, head_size)
+    if cos_sin_cache is not None:
+        check_rotation(name, positions, cos_sin_cache, q, head_size, rope_dim_offset, mrope_section)
+    _check_write(
+        name, heads_of(k, head_size), heads_of(v, head_size), k_cache, v_cache, slot_mapping, layout, k_scale, v_scale,
+        k_scale_cache, v_scale_cache,
     )  # fmt: skip
 
     def turned(heads: Tensor, weight: Tensor | None) -> Tensor:
@@ -515,50 +464,15 @@ def _gathered_dtype(cache: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 def _bytes_gathered(
     cache: Tensor,
     slot_mapping: Tensor,
-    layout: str = "NHD",
-    scale: Tensor | None = None,
-    scale_cache: Tensor | None = None,
-    dtype: torch.dtype | None = None,
+    layout: str,
+    scale: Tensor | None,
+    scale_cache: Tensor | None,
+    dtype: torch.dtype | None,
 ) -> int:
     heads, *head = _by_slot(cache, layout).shape[2:]
     each = math.prod(head) * (cache.itemsize + _gathered_dtype(cache, dtype).itemsize)
     each += 0 if scale_cache is None else scale_cache.itemsize
     return slot_mapping.numel() * heads * each + nbytes(slot_mapping, scale)
-
-
-def _zeros_to_gather(
-    cache: Tensor,
-    slot_mapping: Tensor,
-    layout: str = "NHD",
-    scale: Tensor | None = None,
-    scale_cache: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    op = "gather_cache"
-    _check_layout(op, layout)
-    if cache.dtype not in (*FLOATS, *FP8_MAX):
-        raise TypeError(
-            f"{op}: cache is {cache.dtype}; it must be torch.bfloat16, torch.float16, torch.float32, "
-            "torch.float8_e4m3fn or torch.float8_e5m2"
-        )
-    x = 16 // cache.dtype.itemsize
-    shapes: dict[str, list[tuple[int | str, ...]]] = {
-        "NHD": [("blocks", "block_size", "heads", "head_size")],
-        "HND": [("blocks", "heads", "block_size", "head_size")],
-        "v1": [("blocks", "heads", "head_size / x", "block_size", x), ("blocks", "heads", "head_size", "block_size")],
-    }
-    if not any(_is_of_shape(cache, shape) for shape in shapes[layout]):
-        wanted = " or ".join(map(_text, shapes[layout]))
-        raise ValueError(f"{op}: cache is {list(cache.shape)}; for layout '{layout}' it must be {wanted}")
-    check_last_stride(op, "cache", cache)
-    _check_slots(op, slot_mapping, "cache", cache)
-    slots = _by_slot(cache, layout)
-    _check_scales(op, cache, slots, "scale", scale, "scale_cache", scale_cache)
-    dtype = _gathered_dtype(cache, dtype)
-    if dtype not in FLOATS:
-        raise TypeError(f"{op}: dtype is {dtype}; it must be torch.bfloat16, torch.float16 or torch.float32")
-    head_size = slots.shape[3] * (slots.shape[4] if slots.dim() == 5 else 1)
-    return cache.new_zeros((slot_mapping.shape[0], slots.shape[2], head_size), dtype=dtype)
 
 
 @op(
@@ -574,7 +488,6 @@ def _zeros_to_gather(
             "scale_cache": Input((2, 16, 3), torch.float32, positive=True),
         },
     ],
-    fake=_zeros_to_gather,
     bytes=_bytes_gathered,
 )
 def gather_cache(
@@ -595,7 +508,33 @@ def gather_cache(
     dtype: of the result, torch.bfloat16, torch.float16 or torch.float32. None is that of the cache, bit for bit, and
     torch.bfloat16 for an FP8 cache. code * scale is computed in float32 and rounded once.
     """
-    out, slots = _zeros_to_gather(cache, slot_mapping, layout, scale, scale_cache, dtype), _by_slot(cache, layout)
+    name = "gather_cache"
+    _check_layout(name, layout)
+    if cache.dtype not in (*FLOATS, *FP8_MAX):
+        raise TypeError(
+            f"{name}: cache is {cache.dtype}; it must be torch.bfloat16, torch.float16, torch.float32, "
+            "torch.float8_e4m3fn or torch.float8_e5m2"
+        )
+    x = 16 // cache.dtype.itemsize
+    shapes: dict[str, list[tuple[int | str, ...]]] = {
+        "NHD": [("blocks", "block_size", "heads", "head_size")],
+        "HND": [("blocks", "heads", "block_size", "head_size")],
+        "v1": [("blocks", "heads", "head_size / x", "block_size", x), ("blocks", "heads", "head_size", "block_size")],
+    }
+    if not any(_is_of_shape(cache, shape) for shape in shapes[layout]):
+        wanted = " or ".join(map(_text, shapes[layout]))
+        raise ValueError(f"{name}: cache is {list(cache.shape)}; for layout '{layout}' it must be {wanted}")
+    check_last_stride(name, "cache", cache)
+    _check_slots(name, slot_mapping, "cache", cache)
+    slots = _by_slot(cache, layout)
+    _check_scales(name, cache, slots, "scale", scale, "scale_cache", scale_cache)
+    dtype = _gathered_dtype(cache, dtype)
+    if dtype not in FLOATS:
+        raise TypeError(f"{name}: dtype is {dtype}; it must be torch.bfloat16, torch.float16 or torch.float32")
+    head_size = slots.shape[3] * (slots.shape[4] if slots.dim() == 5 else 1)
+    out = cache.new_zeros((slot_mapping.shape[0], slots.shape[2], head_size), dtype=dtype)
+    if is_fake(cache):
+        return out
     inside, places = _places(slot_mapping, slots)
     rows = slots[places].flatten(2)
     if scale_cache is not None:

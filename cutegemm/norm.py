@@ -64,7 +64,7 @@ def _rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, weight
 @op(
     "rms_norm_out(Tensor(a!) out, Tensor x, Tensor? weight=None, float eps=1e-6, float weight_offset=0.0) -> ()",
     cases=[{"out": Input((5, 96)), "x": Input((5, 96)), "weight": _WEIGHT}],
-    bytes=lambda *args, **named: nbytes(args, named),
+    bytes=lambda **arguments: nbytes(arguments),
 )
 def _rms_norm_out(
     out: Tensor, x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, weight_offset: float = 0.0
@@ -117,7 +117,7 @@ def fused_add_rms_norm(
     "fused_add_rms_norm_(Tensor(a!) x, Tensor(b!) residual, Tensor? weight=None, float eps=1e-6, "
     "float weight_offset=0.0) -> ()",
     cases=[{"x": Input((5, 96)), "residual": Input((5, 96)), "weight": _WEIGHT}],
-    bytes=lambda x, residual, weight=None, *rest, **named: 2 * nbytes(x, residual) + nbytes(weight),
+    bytes=lambda x, residual, weight, **others: 2 * nbytes(x, residual) + nbytes(weight),
 )
 def fused_add_rms_norm_(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, weight_offset: float = 0.0
@@ -238,7 +238,7 @@ def fused_add_rms_norm_quant(
     f"fused_add_rms_norm_quant_(Tensor x, Tensor(a!) residual, Tensor? weight=None, {_QUANT_SCHEMA}) "
     "-> (Tensor, Tensor)",
     cases=[{"x": Input((5, 96)), "residual": Input((5, 96)), "weight": _WEIGHT, **case} for case in _QUANT_CASES],
-    bytes=lambda x, residual, *rest, **named: 2 * nbytes(residual) + OPS["rms_norm_quant"].bytes(x, *rest, **named),
+    bytes=lambda residual, **others: 2 * nbytes(residual) + OPS["rms_norm_quant"].bytes(**others),
 )
 def fused_add_rms_norm_quant_(
     x: Tensor,

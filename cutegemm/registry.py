@@ -88,7 +88,7 @@ def op(
     cases: Iterable[Mapping[str, Any]] = (),
     fake: Callable[..., Any] | None = None,
     bytes: Callable[..., int] | None = None,
-    flops: Callable[..., int] = lambda *args, **kwargs: 0,
+    flops: Callable[..., int] = lambda **arguments: 0,
 ) -> Callable[[F], F]:
     """Register the decorated function, the reference, as the torch op `cutegemm::<name>`, and return that op.
 
@@ -98,8 +98,9 @@ def op(
     fake: gives results of the right shape and dtype on meta tensors; needed where the reference reads values
     to know them.
 
-    bytes, flops: functions of the op's arguments. By default bytes are those of each argument and each
-    result, once, which is wrong for an op that uses a part of an argument or both reads and writes it.
+    bytes, flops: functions of the op's arguments, which they get by name and all of them, with defaults filled in.
+    By default bytes are those of each argument and each result, once, which is wrong for an op that uses a part of
+    an argument or both reads and writes it.
     """
 
     def register(reference: F) -> F:
@@ -122,11 +123,20 @@ def op(
         _LIBRARY.impl(name, _stub(family, call), "CompositeExplicitAutograd", with_keyset=True)
         torch.library.register_fake(f"cutegemm::{name}", run_fake, lib=_LIBRARY)
 
-        def bytes_once(*args: Any, **kwargs: Any) -> int:
-            args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
-            return nbytes(args, kwargs, run_fake(*args, **kwargs))
+        def bytes_once(**arguments: Any) -> int:
+            arguments = pytree.tree_map_only(Tensor, lambda t: t.to("meta"), arguments)
+            return nbytes(arguments, run_fake(**arguments))
 
-        OPS[name] = Op(name, schema, family, reference, call, tuple(cases), bytes or bytes_once, flops)
+        def of_call(count: Callable[..., int]) -> Callable[..., int]:
+            def of_arguments(*args: Any, **kwargs: Any) -> int:
+                bound = signature.bind(*args, **kwargs)
+                bound.apply_defaults()
+                return count(**bound.arguments)
+
+            return of_arguments
+
+        costs = of_call(bytes or bytes_once), of_call(flops)
+        OPS[name] = Op(name, schema, family, reference, call, tuple(cases), *costs)
         call.__doc__ = reference.__doc__
         call.__signature__ = signature
         return cast(F, call)

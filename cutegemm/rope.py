@@ -291,7 +291,9 @@ def rotate(
 # The ops
 
 
-def _rope_bytes(positions: Tensor, q: Tensor, k: Tensor | None, head_size: int, cos_sin_cache: Tensor) -> int:
+def _rope_bytes(
+    positions: Tensor, q: Tensor, k: Tensor | None, head_size: int, cos_sin_cache: Tensor, **others: Any
+) -> int:
     """positions, a row of the table for each of them, and the rotated part of q and k, which is read and written."""
     length, rotary_dim = cos_sin_cache.shape
     rows = min(q.shape[0], length) * rotary_dim * cos_sin_cache.element_size()
@@ -338,9 +340,7 @@ _POSITIONS, _TABLE = Input((5,), torch.int64, high=16), Input((16, 32), torch.fl
             "cos_sin_cache": _TABLE,
         },
     ],
-    bytes=lambda positions, q, k, head_size, cos_sin_cache, *rest, **named: _rope_bytes(
-        positions, q, k, head_size, cos_sin_cache
-    ),
+    bytes=_rope_bytes,
 )
 def rotary_embedding_(
     positions: Tensor,
@@ -424,7 +424,7 @@ def rotary_embedding_(
             "cos_sin_cache": _TABLE,
         },
     ],
-    bytes=lambda positions, q, k, head_size, q_weight, k_weight, cos_sin_cache, *rest, **named: (
+    bytes=lambda positions, q, k, q_weight, k_weight, cos_sin_cache, **others: (
         _rope_bytes(positions, q, k, cos_sin_cache.shape[1], cos_sin_cache) + nbytes(q_weight, k_weight)
     ),
 )

@@ -585,7 +585,30 @@ def test_row_candidates_make_the_same(row_op: row_ops.RowOp) -> None:
     assert row_ops.error(row_op, inputs()) < 1e-3
     wrong = replace(row_op, plain=lambda x, *rest: row_op.plain(2 * x, *rest))
     if row_op.op.startswith(("quantize", "silu")):
-        assert row_ops.error(wrong, inputs()) > row_ops.MAX_ERROR
+        assert row_ops.error(wrong, inputs()) > timed.MAX_ERROR
+
+
+@pytest.mark.parametrize(("fault", "refused"), [(0.039, 0), (0.041, 1), (math.nan, 1)])
+def test_ops_that_are_wrong_are_refused_and_not_timed(fault: float, refused: int, capsys) -> None:
+    timed_ops = []
+
+    class Op:
+        op, mode, width, bars = "twice", "", 8, {}
+
+        def nbytes(self, tokens: int) -> int:
+            return tokens
+
+        def calls(self, tokens: int, peers: object, device: str = "cuda") -> tuple[dict[str, timed.Calls], float]:
+            return {"": []}, fault
+
+    def times(candidates: dict[str, timed.Calls], rounds: int) -> dict[str, float]:
+        timed_ops.append(candidates)
+        return {"": 1.0}
+
+    rows, sentences = timed.run([Op()], times, tokens=[4])
+    assert (len(rows), len(sentences), len(timed_ops)) == ((0, 2, 0) if refused else (1, 0, 2))
+    if refused:
+        assert sentences[0] == f"twice, 8, tokens=4: relative error is {fault:.3g}; it must be at most 0.04"
 
 
 # The ops on heads
@@ -601,7 +624,7 @@ def test_head_candidates_make_the_same(head_op: head_ops.HeadOp, tokens: int, mo
         assert len(inputs.slots.unique()) == len(inputs.slots) == len(inputs.qkv) == len(inputs.positions) == tokens
         assert head_ops.error(head_op, inputs) < 5e-3
         wrong = replace(head_op, plain=lambda i: (i.qkv.mul_(2), head_op.plain(i)))
-        assert head_ops.error(wrong, inputs) > head_ops.MAX_ERROR
+        assert head_ops.error(wrong, inputs) > timed.MAX_ERROR
     finally:
         head_ops._table.cache_clear()
 
