@@ -394,6 +394,7 @@ __device__ __forceinline__ void with_fp8_codes(float scale, const CommonDivisor<
     f([&](const Chunk<T>& chunk) { return rare_fp8_codes(chunk, scale, e5m2); });
   }
 }
+
 template <class T>
 __device__ __forceinline__ float sum_of_squares(const Chunk<T>& chunk) {
   float2 squares{};
@@ -946,7 +947,8 @@ void run_heads(const char* op, HeadsCall<T> call, int64_t tokens, bool norm, cud
   // A block has whole warps: of a part of a token, of a token or, where its heads are few, of several. Warps of keys
   // that are normed, rotated and quantized take longer than others; in small blocks fewer wait for them. In v1's layout
   // values are stored one by one, by as many multiprocessors as there can be.
-  const bool turned = norm || rotation.table, apart = kInto != Into::kPlace && call.cache[1].lies_apart();
+  const bool turned = norm || rotation.table;
+  const bool apart = kInto != Into::kPlace && call.source[2].heads > 0 && call.cache[1].lies_apart();
   const int64_t most_of_one = apart ? 32 : turned ? 64 : kHeadThreads;
   const int64_t most_of_two = turned && kInto != Into::kPlace ? 96 : kMostHeadThreads;
   const int64_t most = two ? most_of_two : most_of_one, threads = int64_t(groups) << shift;
