@@ -222,7 +222,7 @@ struct Call {
 Tensor activation(const Tensor& x, const std::string& function, const std::string& gate,
                   const std::optional<double>& limit, double alpha, double beta) {
   const Call call("activation", x, function, gate, limit, alpha, beta);
-  const Output out(empty(call.shape(x), x.scalar_type(), x));
+  const Output out(empty(call.shape(x), scalar_type(x), x));
   call.run(x, &out, {});
   return out.tensor;
 }
@@ -237,7 +237,7 @@ void activation_out(const Tensor& out, const Tensor& x, const std::string& funct
 
 std::tuple<Tensor, Tensor> activation_quant(const Tensor& x, const std::string& function, const std::string& gate,
                                             const std::optional<double>& limit, double alpha, double beta,
-                                            const std::optional<ScalarType>& dtype, const OptionalTensor& scale,
+                                            const OptionalDtype& dtype, const OptionalTensor& scale,
                                             const std::string& granularity, int64_t group_size,
                                             const OptionalTensor& scale_ub, bool column_major_scale,
                                             bool power_of_two_scale, const OptionalTensor& activated) {
@@ -248,7 +248,7 @@ std::tuple<Tensor, Tensor> activation_quant(const Tensor& x, const std::string& 
     check_apart(op, "activated", *activated, "scale", scale);
     check_apart(op, "activated", *activated, "scale_ub", scale_ub);
   }
-  const FusedCodes codes({op, dtype.value_or(ScalarType::Float8_e4m3fn), scale, granularity, group_size, scale_ub,
+  const FusedCodes codes({op, scalar_type(dtype, ScalarType::Float8_e4m3fn), scale, granularity, group_size, scale_ub,
                           column_major_scale, power_of_two_scale},
                          x, call.size, "activated", activated);
   call.run(x, codes.out(), codes.to());

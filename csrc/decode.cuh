@@ -1,4 +1,4 @@
-// The GEMM of a few tokens: d = Formula(a @ b) for m <= 8, 16 or 32, one skeleton for every weight format.
+// The GEMM of a few tokens: d = Formula(a @ b) for m <= 8, 16, 32 or 64, one skeleton for every weight format.
 //
 // With so few rows of a the weight's bytes are all that counts, so everything here serves to keep them flowing:
 //  - The weight's rows run along the MMA's m side, the tokens along its n side, which may be 8 wide. wgmma reads both
@@ -13,6 +13,9 @@
 //    a fixed order. There is no workspace and no second launch.
 //  - The tensor cores' FP8 sums lose bits, so each 128 bytes of k are summed apart and added in FP32. That is free
 //    here, and the results are as good as with use_fast_accum=False. INT8's sums are int32 and exact, however added.
+//  - Where each 128 k have scales of their own, they are multiplied in there. Three more warps bring them to shared
+//    memory, as many stages ahead as TMA is, and ask for those of nine more at a time: one trip to L2 takes as long as
+//    TMA takes for a stage or two.
 //  - Programmatic dependent launch: before a CTA waits for the kernel ahead of it, it may ask for its first weights. It
 //    asks into L2, where every write ends up, so the weights are right even if that kernel is still writing them.
 #pragma once
@@ -30,8 +33,11 @@
 #include <cutlass/gemm/collective/builders/sm90_common.inl>
 #include <type_traits>
 
+#include "cluster.cuh"
 #include "cutlass_dtype.cuh"
 #include "kernel_file.cuh"
+#include "scale_rows.cuh"
+#include "tma.cuh"
 #include "vector.cuh"
 
 namespace cutegemm {
@@ -43,19 +49,28 @@ namespace decode {
 constexpr int kRows = 64;   // of weight in a tile, at most
 constexpr int kSpan = 128;  // bytes of k: TMA's and wgmma's swizzle
 constexpr int kSpans = 2;   // in a stage
-constexpr int kConsumers = 128, kThreads = kConsumers + 32;
+constexpr int kConsumers = 128;
+constexpr int kScaleWarps = 3;  // each brings every third stage's scales
+constexpr int kTurnsAhead = 3;  // of a scale warp: so many stages' scales it has asked for
 constexpr int kMaxStages = 24;
 constexpr int kSharedBytes = 225 * 1024;
 constexpr int kBytesInFlight = 8 << 20;  // of the weight, over all CTAs
+
+template <bool kBlocks>
+constexpr int kThreads = kConsumers + 32 * (1 + (kBlocks ? kScaleWarps : 0));
 
 // The type of the MMA's sums.
 template <class Element>
 using Accumulator = std::conditional_t<std::is_same_v<Element, int8_t>, int32_t, float>;
 
 // Shared memory ahead of the stages. A stage is kSpans of the weight, [span][row][128 bytes], then kSpans of a.
-template <int kTokens, class Sum>
+template <int kTokens, class Sum, bool kBlocks>
 struct Header {
+  struct Scales {
+    float a[kTokens], b[kRows];
+  };
   Sum sums[kTokens * kRows];  // of the cluster, for the rows that this CTA finishes: [split][token][row]
+  Scales scales[kBlocks ? kMaxStages : 0][kSpans];
   uint64_t full[kMaxStages], empty[kMaxStages], sums_ready, sums_free;
 };
 
@@ -65,16 +80,6 @@ struct Shape {
   int32_t stages, stage_bytes, header_bytes;
   int32_t box_spans;  // of a TMA load: kSpans, or 1
 };
-
-inline PFN_cuTensorMapEncodeTiled_v12000 encoder() {
-  static PFN_cuTensorMapEncodeTiled_v12000 const encode = [] {
-    void* entry = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
-    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(entry);
-  }();
-  return encode;
-}
 
 // A (side, k) matrix, k contiguous, as (byte of a span, side, span), by boxes of `rows` and `spans`. What lies outside
 // of the matrix reads as zero, and so that the end of k does where it is inside of a span, boxes of one span have all
@@ -86,36 +91,12 @@ inline bool encode(CUtensorMap& map, const void* data, int side, int64_t k_bytes
   cuuint64_t const pitches[2] = {cuuint64_t(pitch_bytes), kSpan};
   cuuint32_t const box[3] = {kSpan, cuuint32_t(rows), cuuint32_t(spans)};
   cuuint32_t const ones[3] = {1, 1, 1};
-  return encoder() && encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<void*>(data), sizes, pitches, box,
-                                ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion,
-                                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  return tensor_map_encoder() &&
+         tensor_map_encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<void*>(data), sizes, pitches, box,
+                              ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion,
+                              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-template <class T>
-CUTE_DEVICE uint32_t remote_address(T* p, int rank) {
-  uint32_t remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(cast_smem_ptr_to_uint(p)), "r"(rank));
-  return remote;
-}
-CUTE_DEVICE void store_remote(uint32_t remote, float value) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
-}
-CUTE_DEVICE void store_remote(uint32_t remote, int32_t value) {
-  asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(remote), "r"(value) : "memory");
-}
-// An arrival at a barrier of the cluster publishes the stores before it, and the wait sees them.
-CUTE_DEVICE void arrive_at(uint64_t& barrier, int rank) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote_address(&barrier, rank))
-               : "memory");
-}
-CUTE_DEVICE void wait_cluster(uint64_t& barrier, int phase) {
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}" ::"r"(cast_smem_ptr_to_uint(&barrier)),
-      "r"(phase)
-      : "memory");
-}
 CUTE_DEVICE void load_box(const CUtensorMap& map, uint32_t to, uint64_t& barrier, int byte, int row, int span,
                           uint64_t policy) {
   asm volatile(
@@ -142,8 +123,9 @@ CUTE_DEVICE uint64_t read_often() {
 
 }  // namespace decode
 
-template <class ElementA, class ElementB, int kTokens, class Formula>
-__global__ void __launch_bounds__(decode::kThreads, 1)
+// kBlocks: each 128 k have scales of their own.
+template <class ElementA, class ElementB, int kTokens, bool kBlocks, class Formula>
+__global__ void __launch_bounds__(decode::kThreads<kBlocks>, 1)
     decode_kernel(const __grid_constant__ cutegemm_call call, const __grid_constant__ decode::Shape shape,
                   const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b) {
   using namespace decode;
@@ -158,8 +140,11 @@ __global__ void __launch_bounds__(decode::kThreads, 1)
       decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<ElementA>{}, cute::Shape<Int<kTokens>, Int<kStep>>{}));
 
   extern __shared__ uint8_t raw[];
-  uint8_t* const shared = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(raw) + 1023) / 1024 * 1024);
-  auto& header = *reinterpret_cast<Header<kTokens, Sum>*>(shared);
+  // As an offset from raw the compiler knows it for shared memory, and reads scales with LDS. The kernels without
+  // scales read it at the end only, and are as they were measured.
+  uint8_t* const shared = kBlocks ? raw + (-cast_smem_ptr_to_uint(raw) & 1023)
+                                  : reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(raw) + 1023) / 1024 * 1024);
+  auto& header = *reinterpret_cast<Header<kTokens, Sum, kBlocks>*>(shared);
   auto const full = [&](int stage) { return reinterpret_cast<Full*>(&header.full[stage]); };
   auto const empty = [&](int stage) { return reinterpret_cast<Empty*>(&header.empty[stage]); };
   uint8_t* const stages = shared + shape.header_bytes;
@@ -175,7 +160,7 @@ __global__ void __launch_bounds__(decode::kThreads, 1)
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map_a) : "memory");
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map_b) : "memory");
     for (int s = 0; s < shape.stages; ++s) {
-      full(s)->init(1);
+      full(s)->init(kBlocks ? 2 : 1);  // TMA's, and a warp's with scales
       empty(s)->init(kConsumers / 32);
     }
     reinterpret_cast<Empty*>(&header.sums_ready)->init(split * kConsumers / 32);
@@ -189,7 +174,79 @@ __global__ void __launch_bounds__(decode::kThreads, 1)
   }
   asm volatile("griddepcontrol.launch_dependents;");
 
-  if (threadIdx.x >= kConsumers) {
+  // Of those that are no consumers. The shuffle tells the compiler that it is the same in a warp, so that descriptors
+  // are in uniform registers; kernels without scales have time enough.
+  int const warp = (kBlocks ? __shfl_sync(~0u, int(threadIdx.x) / 32, 0) : int(threadIdx.x) / 32) - kConsumers / 32;
+  if (kBlocks && warp > 0) {
+    constexpr int kOfThread = (kTokens + 31) / 32;
+    struct Turn {
+      uint32_t a[kSpans][kOfThread], b[kSpans][kRows / 32];
+    } turns[kTurnsAhead];
+    int const k_blocks = ceil_div(call.k, kStep), count = ceil_div(tiles - cluster, clusters) * (last - first);
+    ScaleRows<kOfThread> tokens(call.scale_a);
+    ScaleRows<kRows / 32> rows(call.scale_b);
+    CUTE_UNROLL
+    for (int i = 0; i < kOfThread; ++i) tokens.set(i, call.scale_a, min(i * 32 + lane, call.m - 1));
+    int tile = cluster, block = first;
+    auto const set_rows = [&] {
+      CUTE_UNROLL
+      for (int i = 0; i < kRows / 32; ++i) {
+        int const row = min(tile * shape.rows + i * 32 + lane, call.n - 1);
+        rows.set(i, call.scale_b, call.scale_b.group == 1 ? row : row / 128);
+      }
+    };
+    auto const advance = [&](int blocks) {
+      block += blocks;
+      if (block < last) return;
+      for (; block >= last && tile < tiles; block -= last - first) tile += clusters;
+      set_rows();
+    };
+    auto const load = [&](Turn& turn) {
+      if (tile >= tiles) return;
+      CUTE_UNROLL
+      for (int s = 0; s < kSpans; ++s) {
+        int const of_k = min(block * kSpans + s, k_blocks - 1);  // the sums of a span past the end are zero
+        CUTE_UNROLL
+        for (int i = 0; i < kOfThread; ++i) turn.a[s][i] = tokens.bits(i, of_k);
+        CUTE_UNROLL
+        for (int i = 0; i < kRows / 32; ++i) turn.b[s][i] = rows.bits(i, of_k);
+      }
+      advance(kScaleWarps);
+    };
+    int stage = warp - 1, phase = 1;  // there are more stages than scale warps, see launch()
+    auto const store = [&](const Turn& turn) {
+      empty(stage)->wait(phase);
+      CUTE_UNROLL
+      for (int s = 0; s < kSpans; ++s) {
+        auto& scales = header.scales[stage][s];
+        CUTE_UNROLL
+        for (int i = 0; i < kOfThread; ++i) {
+          if (i * 32 + lane < kTokens) scales.a[i * 32 + lane] = tokens.value(turn.a[s][i]);
+        }
+        CUTE_UNROLL
+        for (int i = 0; i < kRows / 32; ++i) scales.b[i * 32 + lane] = rows.value(turn.b[s][i]);
+      }
+      __syncwarp();
+      if (lane == 0) full(stage)->arrive();
+      for (stage += kScaleWarps; stage >= shape.stages; stage -= shape.stages) phase ^= 1;
+    };
+    set_rows();
+    advance(warp - 1);
+    if (!call.options.no_chain && tile < tiles) {
+      CUTE_UNROLL
+      for (int i = 0; i < kRows / 32; ++i) rows.prefetch(i, block * kSpans);
+    }
+    wait_for_previous_kernel();
+    CUTE_UNROLL
+    for (int i = 0; i < kTurnsAhead; ++i) load(turns[i]);
+    for (int at = warp - 1; at < count;) {
+      CUTE_UNROLL
+      for (int i = 0; i < kTurnsAhead && at < count; ++i, at += kScaleWarps) {
+        store(turns[i]);
+        load(turns[i]);
+      }
+    }
+  } else if (warp >= 0) {
     if (lane == 0) {
       bool const whole = shape.box_spans > 1;
       auto const byte_of = [&](int span) { return whole ? 0 : span * kSpan; };
@@ -276,27 +333,71 @@ __global__ void __launch_bounds__(decode::kThreads, 1)
         if (++stage == shape.stages) stage = 0, phase ^= 1;
         return read;
       };
-      auto const finish = [&](int read, auto& part) {
-        if (lane == 0) empty(read)->arrive();
-        for_each(make_seq<kSpans>{}, [&](auto s) {
-          warpgroup_fence_operand(part[s]);
+      // Adds a stage's sums, once only `behind` later stages' MMAs run.
+      auto const finish = [&](auto behind, int read, auto& part) {
+        auto const wait_and_release = [&] {
+          warpgroup_wait<decltype(behind)::value>();
+          if (lane == 0) empty(read)->arrive();
+        };
+        if constexpr (kBlocks) {
+          float2 a[kSpans][kTokens / 8];
+          float b[kSpans][2];
           CUTE_UNROLL
-          for (int i = 0; i < size(sum); ++i) sum(i) += part[s](i);
-        });
+          for (int s = 0; s < kSpans; ++s) {
+            auto const& scales = header.scales[read][s];
+            CUTE_UNROLL
+            for (int i = 0; i < kTokens / 8; ++i) {
+              a[s][i] = *reinterpret_cast<const float2*>(&scales.a[token_of(i * 4)]);
+            }
+            CUTE_UNROLL
+            for (int i = 0; i < 2; ++i) b[s][i] = scales.b[row_of(i * 2)];
+          }
+          __syncwarp();
+          wait_and_release();
+          for_each(make_seq<kSpans>{}, [&](auto s) {
+            warpgroup_fence_operand(part[s]);
+            CUTE_UNROLL
+            for (int i = 0; i < size(sum); ++i) {
+              float const scale_a = i % 2 ? a[s][i / 4].y : a[s][i / 4].x;
+              sum(i) = __fmaf_rn(part[s](i), scale_a * b[s][i / 2 % 2], sum(i));
+            }
+            warpgroup_fence_operand(sum);  // or they would be put off until `part` has other sums
+          });
+        } else {
+          wait_and_release();
+          for_each(make_seq<kSpans>{}, [&](auto s) {
+            warpgroup_fence_operand(part[s]);
+            CUTE_UNROLL
+            for (int i = 0; i < size(sum); ++i) sum(i) += part[s](i);
+          });
+        }
       };
       // Two stages at a time (there are two, see launch()): the sums of one are added while the MMAs of the other run.
-      int block = first;
-      for (; block + 1 < last; block += 2) {
-        int const one = start(even), other = start(odd);
-        warpgroup_wait<1>();
-        finish(one, even);
-        warpgroup_wait<0>();
-        finish(other, odd);
-      }
-      if (block < last) {
-        int const one = start(even);
-        warpgroup_wait<0>();
-        finish(one, even);
+      if constexpr (kBlocks) {  // which takes longer here: so the next MMAs come first
+        if (first < last) {
+          int one = start(even), block = first + 1;
+          for (; block + 1 < last; block += 2) {
+            int const other = start(odd);
+            finish(Int<1>{}, one, even);
+            one = start(even);
+            finish(Int<1>{}, other, odd);
+          }
+          if (block < last) {
+            int const other = start(odd);
+            finish(Int<1>{}, one, even);
+            finish(Int<0>{}, other, odd);
+          } else {
+            finish(Int<0>{}, one, even);
+          }
+        }
+      } else {
+        int block = first;
+        for (; block + 1 < last; block += 2) {
+          int const one = start(even), other = start(odd);
+          finish(Int<1>{}, one, even);
+          finish(Int<0>{}, other, odd);
+        }
+        if (block < last) finish(Int<0>{}, start(even), even);
       }
 
       if (split == 1) {
@@ -306,7 +407,7 @@ __global__ void __launch_bounds__(decode::kThreads, 1)
             int const m = token_of(i), n = row0 + row_of(i);
             if (m < call.m && n < end) {
               store(d + m * call.d_stride[0] + n * call.d_stride[1],
-                    Formula::apply(sum(i), rows[i / 4 * 2 + i % 2], columns[i / 2 % 2]));
+                    Formula::apply(sum(i), rows[i / 4 * 2 + i % 2], columns[i / 2 % 2], Formula::element(call, m, n)));
             }
           }
         });
@@ -334,7 +435,7 @@ __global__ void __launch_bounds__(decode::kThreads, 1)
             Sum total = 0;
             for (int s = 0; s < split; ++s) total += header.sums[(s * kTokens + m) * part_rows + part_row];
             store_from_float(call.d, call.d_dtype, m * call.d_stride[0] + n * call.d_stride[1],
-                             Formula::apply(total, rows[i], columns[0]));
+                             Formula::apply(total, rows[i], columns[0], Formula::element(call, m, n)));
           }
         }
         __syncwarp();
@@ -349,11 +450,11 @@ __global__ void __launch_bounds__(decode::kThreads, 1)
   }
 }
 
-template <class ElementA, class ElementB, int kTokens, class Formula>
+template <class ElementA, class ElementB, int kTokens, bool kBlocks, class Formula>
 struct Decode {
   static_assert(sizeof(ElementA) == sizeof(ElementB));
   static constexpr int kWidth = sizeof(ElementB);
-  static constexpr auto* kKernel = &decode_kernel<ElementA, ElementB, kTokens, Formula>;
+  static constexpr auto* kKernel = &decode_kernel<ElementA, ElementB, kTokens, kBlocks, Formula>;
 
   static int32_t prepare() {
     int32_t const status = load_kernel(kKernel, decode::kSharedBytes);
@@ -373,7 +474,7 @@ struct Decode {
         cluster.val.clusterDim = {unsigned(size), 1, 1};
         cudaLaunchConfig_t config = {};
         config.gridDim = dim3(size);
-        config.blockDim = dim3(decode::kThreads);
+        config.blockDim = dim3(decode::kThreads<kBlocks>);
         config.dynamicSmemBytes = decode::kSharedBytes;
         config.attrs = &cluster;
         config.numAttrs = 1;
@@ -388,6 +489,9 @@ struct Decode {
   static int32_t launch(const cutegemm_call& call) {
     using namespace decode;
     if (call.a_dtype != dtype_of<ElementA>() || call.b_dtype != dtype_of<ElementB>()) return kWrongTypes;
+    if (kBlocks && !(is_scale(call.scale_a, 1) && (is_scale(call.scale_b, 1) || is_scale(call.scale_b, 128)))) {
+      return kWrongTypes;
+    }
     if (call.m < 1 || call.m > kTokens || call.n < 1 || call.k < 1) return kWrongSize;
     if (call.a_stride[1] != 1 || call.b_stride[0] != 1) return kWrongLayout;
     if (reinterpret_cast<uintptr_t>(call.a) % 16 || reinterpret_cast<uintptr_t>(call.b) % 16 ||
@@ -402,7 +506,7 @@ struct Decode {
     }
     decode::Shape shape = {};
     shape.rows = rows;
-    shape.header_bytes = (int(sizeof(Header<kTokens, Accumulator<ElementB>>)) + 1023) / 1024 * 1024;
+    shape.header_bytes = (int(sizeof(Header<kTokens, Accumulator<ElementB>, kBlocks>)) + 1023) / 1024 * 1024;
     shape.stage_bytes = kSpans * kSpan * (rows + kTokens);
     // wgmma reads 64 rows also of the last stage's last span: whatever lies behind it, but inside shared memory.
     int const slack = 1024 + (kRows - rows) * kSpan;
@@ -418,8 +522,8 @@ struct Decode {
                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B)) {
       return kNotImplementable;
     }
-    return launch_cluster(call, kKernel, dim3(clusters * split), split, dim3(kThreads), kSharedBytes, own, shape, map_a,
-                          map_b);
+    return launch_cluster(call, kKernel, dim3(clusters * split), split, dim3(kThreads<kBlocks>), kSharedBytes, own,
+                          shape, map_a, map_b);
   }
 };
 

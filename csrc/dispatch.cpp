@@ -30,9 +30,11 @@ struct cutegemm_tensor {
 };
 
 struct cutegemm_request {
+  const char* op;
   int32_t scaled, out_dtype, fast_accum;  // out_dtype: torch's ScalarType, or -1 where the caller gave none
+  int32_t gated, quantized;
   int32_t aligned_operands, aligned_out, device;
-  cutegemm_tensor a, b, scale_a, scale_b, bias, zero_point_a, sum_b, out;
+  cutegemm_tensor a, b, scale_a, scale_b, bias, zero_point_a, sum_b, residual, out;
   const char* kernel;  // null: the plan chooses
 };
 
@@ -65,16 +67,18 @@ struct PlanRow {
 // What a plan depends on, besides m. A plan is never changed, only added, so rows may be used without the lock.
 struct Key {
   int32_t n, k;
-  uint8_t scaled, a, b, d, layout, fast_accum, aligned, device;
+  uint8_t scaled, scales, gated, a, b, d, layout, fast_accum, aligned, device;
   bool operator==(const Key& o) const {
-    return n == o.n && k == o.k && scaled == o.scaled && a == o.a && b == o.b && d == o.d && layout == o.layout &&
-           fast_accum == o.fast_accum && aligned == o.aligned && device == o.device;
+    return n == o.n && k == o.k && scaled == o.scaled && scales == o.scales && gated == o.gated && a == o.a &&
+           b == o.b && d == o.d && layout == o.layout && fast_accum == o.fast_accum && aligned == o.aligned &&
+           device == o.device;
   }
 };
 struct KeyHash {
   size_t operator()(const Key& key) const {
     uint64_t h = (uint64_t(uint32_t(key.n)) << 32 | uint32_t(key.k)) * 0x9E3779B97F4A7C15ull;
-    for (uint8_t part : {key.scaled, key.a, key.b, key.d, key.layout, key.fast_accum, key.aligned, key.device}) {
+    for (uint8_t part : {key.scaled, key.scales, key.gated, key.a, key.b, key.d, key.layout, key.fast_accum,
+                         key.aligned, key.device}) {
       h = (h ^ part) * 0x100000001B3ull;
     }
     return h ^ h >> 29;
@@ -105,9 +109,11 @@ struct Problem {
   bool scaled;
   const Tensor &a, &b;
   const Tensor *scale_a = nullptr, *scale_b = nullptr, *bias = nullptr;
-  const Tensor *zero_point_a = nullptr, *sum_b = nullptr, *out = nullptr;
-  std::optional<ScalarType> out_dtype;
+  const Tensor *zero_point_a = nullptr, *sum_b = nullptr, *residual = nullptr, *out = nullptr;
+  OptionalDtype out_dtype;
   bool fast_accum = false;
+  bool gated = false, quantized = false, power_of_two = false;  // quantized: out is codes, and `scale` their scales
+  const Tensor* scale = nullptr;
   const std::string* kernel = nullptr;
 };
 
@@ -115,7 +121,7 @@ cutegemm_tensor described(const Tensor* x) {
   cutegemm_tensor d = {};
   if (!x) return d;
   d.present = 1;
-  aoti_torch_get_dtype(x->get(), &d.dtype);
+  d.dtype = int32_t(scalar_type(*x));
   d.cuda_index = x->is_cuda() ? x->get_device_index() : -1;
   d.dim = int32_t(x->dim());
   d.data = reinterpret_cast<uintptr_t>(x->data_ptr());
@@ -147,7 +153,7 @@ uint8_t orient(int64_t rows, int64_t k, int64_t& row_stride, int64_t& k_stride) 
 
 // Scales or zero points: one element, or one for each of `count`; false: neither. Sets v.
 bool read_vector(const Tensor& x, ScalarType type, int64_t count, bool row_too, cutegemm_vector& v) {
-  if (x.scalar_type() != type) return false;
+  if (scalar_type(x) != type) return false;
   int64_t const dim = x.dim(), size = x.numel();
   v.data = x.data_ptr();
   v.dtype = kernel_dtype(type);
@@ -165,6 +171,34 @@ bool is_output_type(ScalarType t) {
   return t == ScalarType::BFloat16 || t == ScalarType::Half || t == ScalarType::Float;
 }
 
+// What scales are for, as Key::scales and gemm.py's scales_of have it: all of k, or blocks of 128 k, and of b the
+// blocks of 128 columns, or columns.
+enum Scales : uint8_t { kOfAllK, kOfBlocks, kOfGroups };
+
+bool is_exponent(ScalarType t) { return t == ScalarType::Float8_e8m0fnu || t == ScalarType::Byte; }
+
+bool is_matrix(const Tensor& x, int64_t rows, int64_t columns) {
+  return x.dim() == 2 && x.size(0) == rows && x.size(1) == columns;
+}
+
+Scales scales_of(const Tensor& a, const Tensor& b, int64_t m, int64_t n, int64_t k, bool residual) {
+  int64_t const blocks = (k + 127) / 128, n_blocks = (n + 127) / 128;
+  bool const one_block = k <= 128 && n > 128 && is_matrix(b, n_blocks, blocks);
+  if (!((blocks != 1 || residual) && is_matrix(a, m, blocks)) && !one_block && !is_exponent(scalar_type(a)) &&
+      !is_exponent(scalar_type(b))) {
+    return kOfAllK;
+  }
+  return is_matrix(b, n_blocks, blocks) ? kOfBlocks : kOfGroups;
+}
+
+// (rows, blocks of k), of any strides.
+bool read_scales(const Tensor& x, int64_t rows, int64_t blocks, int32_t group, cutegemm_vector& v) {
+  bool const exponents = is_exponent(scalar_type(x));
+  if (!is_matrix(x, rows, blocks) || (scalar_type(x) != ScalarType::Float && !exponents)) return false;
+  v = {x.data_ptr(), exponents ? CUTEGEMM_E8M0 : CUTEGEMM_FP32, group, x.stride(0), x.stride(1)};
+  return true;
+}
+
 // Where an INT8 product's sums, and with a zero point their difference from it, fit int32: see gemm.py.
 constexpr int64_t kMostInt8 = (1 << 17) - 1, kMostInt8FromZeroPoint = 1 << 16;
 
@@ -174,38 +208,54 @@ bool prepare(const Problem& p, cutegemm_call& call, Key& key, ScalarType& d) {
   int64_t const m = p.a.size(0), k = p.a.size(1), n = p.b.size(1);
   if (p.b.size(0) != k || m >= INT32_MAX || n >= INT32_MAX || k >= INT32_MAX) return false;
   call.m = int32_t(m), call.n = int32_t(n), call.k = int32_t(k);
-  for (const Tensor* x : {&p.b, p.scale_a, p.scale_b, p.bias, p.zero_point_a, p.sum_b, p.out}) {
+  for (const Tensor* x : {&p.b, p.scale_a, p.scale_b, p.bias, p.zero_point_a, p.sum_b, p.residual, p.out}) {
     if (x && (!x->is_cuda() || x->get_device_index() != p.a.get_device_index())) return false;
   }
-  ScalarType const a_type = p.a.scalar_type(), b_type = p.b.scalar_type();
+  ScalarType const a_type = scalar_type(p.a), b_type = scalar_type(p.b);
   call.a_dtype = kernel_dtype(a_type), call.b_dtype = kernel_dtype(b_type);
   bool const int8 = call.a_dtype == CUTEGEMM_INT8;
+  Scales scales = kOfAllK;
   if (p.scaled) {
     bool const a_fp8 = call.a_dtype == CUTEGEMM_E4M3 || call.a_dtype == CUTEGEMM_E5M2;
     bool const b_fp8 = call.b_dtype == CUTEGEMM_E4M3 || call.b_dtype == CUTEGEMM_E5M2;
-    if (int8 ? b_type != a_type || k > (p.zero_point_a ? kMostInt8FromZeroPoint : kMostInt8)
+    if (int8 ? b_type != a_type || p.gated || p.quantized || k > (p.zero_point_a ? kMostInt8FromZeroPoint : kMostInt8)
              : !a_fp8 || !b_fp8 || (call.a_dtype == CUTEGEMM_E5M2 && call.b_dtype == CUTEGEMM_E5M2)) {
       return false;
     }
     if (p.zero_point_a || p.sum_b) {
       if (!int8 || !p.zero_point_a || !p.sum_b) return false;
       if (!read_vector(*p.zero_point_a, ScalarType::Int, m, false, call.zero_point_a)) return false;
-      if (p.sum_b->dim() != 1 || p.sum_b->size(0) != n || p.sum_b->scalar_type() != ScalarType::Int) return false;
-      call.sum_b = {p.sum_b->data_ptr(), CUTEGEMM_INT32, p.sum_b->stride(0)};
+      if (p.sum_b->dim() != 1 || p.sum_b->size(0) != n || scalar_type(*p.sum_b) != ScalarType::Int) return false;
+      call.sum_b = {p.sum_b->data_ptr(), CUTEGEMM_INT32, 0, p.sum_b->stride(0)};
     }
-    if (!read_vector(*p.scale_a, ScalarType::Float, m, false, call.scale_a) ||
-        !read_vector(*p.scale_b, ScalarType::Float, n, true, call.scale_b)) {
+    scales = int8 ? kOfAllK : scales_of(*p.scale_a, *p.scale_b, m, n, k, p.residual != nullptr);
+    if (scales != kOfAllK) {
+      int64_t const blocks = (k + 127) / 128, rows_b = scales == kOfBlocks ? (n + 127) / 128 : n;
+      if (!read_scales(*p.scale_a, m, blocks, 1, call.scale_a) ||
+          !read_scales(*p.scale_b, rows_b, blocks, scales == kOfBlocks ? 128 : 1, call.scale_b)) {
+        return false;
+      }
+    } else if (!read_vector(*p.scale_a, ScalarType::Float, m, false, call.scale_a) ||
+               !read_vector(*p.scale_b, ScalarType::Float, n, true, call.scale_b)) {
       return false;
     }
   } else if (a_type != b_type || (a_type != ScalarType::BFloat16 && a_type != ScalarType::Half)) {
     return false;
   }
   if (p.bias) {
-    if (p.bias->dim() != 1 || p.bias->size(0) != n || !is_output_type(p.bias->scalar_type())) return false;
-    call.bias = {p.bias->data_ptr(), kernel_dtype(p.bias->scalar_type()), p.bias->stride(0)};
+    if (p.bias->dim() != 1 || p.bias->size(0) != n || !is_output_type(scalar_type(*p.bias))) return false;
+    call.bias = {p.bias->data_ptr(), kernel_dtype(scalar_type(*p.bias)), 0, p.bias->stride(0)};
   }
-  d = p.out_dtype ? *p.out_dtype : p.out ? p.out->scalar_type() : p.scaled ? ScalarType::BFloat16 : a_type;
-  if (!is_output_type(d)) return false;
+  if (p.residual) {
+    if (scales == kOfAllK || !is_matrix(*p.residual, m, n) || !is_output_type(scalar_type(*p.residual))) return false;
+    call.residual = {
+        p.residual->data_ptr(), kernel_dtype(scalar_type(*p.residual)), {p.residual->stride(0), p.residual->stride(1)}};
+  }
+  if (p.gated && n % 2 != 0) return false;
+  int64_t const width = p.gated ? n / 2 : n;
+  ScalarType const by_default = p.out ? scalar_type(*p.out) : p.scaled ? ScalarType::BFloat16 : a_type;
+  d = p.quantized ? ScalarType::Float8_e4m3fn : scalar_type(p.out_dtype, by_default);
+  if (!p.quantized && !is_output_type(d)) return false;
   call.d_dtype = kernel_dtype(d);
 
   call.a_stride[0] = p.a.stride(0), call.a_stride[1] = p.a.stride(1);
@@ -214,38 +264,47 @@ bool prepare(const Problem& p, cutegemm_call& call, Key& key, ScalarType& d) {
   uint8_t const b_layout = orient(n, k, call.b_stride[1], call.b_stride[0]);
   if (p.scaled && b_layout == 1 && n > 1 && k > 1) return false;  // a row-major b
   if (p.out) {
-    if (p.out->dim() != 2 || p.out->size(0) != m || p.out->size(1) != n || p.out->scalar_type() != d) return false;
+    if (p.out->dim() != 2 || p.out->size(0) != m || p.out->size(1) != width || scalar_type(*p.out) != d) return false;
     call.d_stride[0] = p.out->stride(0), call.d_stride[1] = p.out->stride(1);
-    bool const rows_apart = n <= 1 || (call.d_stride[1] > 0 && (m <= 1 || call.d_stride[0] >= n * call.d_stride[1]));
-    bool const columns_apart = m <= 1 || (call.d_stride[0] > 0 && (n <= 1 || call.d_stride[1] >= m * call.d_stride[0]));
+    bool const rows_apart =
+        width <= 1 || (call.d_stride[1] > 0 && (m <= 1 || call.d_stride[0] >= width * call.d_stride[1]));
+    bool const columns_apart =
+        m <= 1 || (call.d_stride[0] > 0 && (width <= 1 || call.d_stride[1] >= m * call.d_stride[0]));
     if (!rows_apart && !columns_apart) return false;
     for (const Tensor* x : {&p.a, &p.b, p.scale_a, p.scale_b, p.bias, p.zero_point_a, p.sum_b}) {
       if (x && is_in_memory_of(*p.out, *x)) return false;
     }
-    if (n == 1) call.d_stride[1] = 1;
+    // Each element of a residual is read by the thread that writes it, so out may be the residual itself.
+    auto const strides_agree = [&](int i) { return p.out->size(i) <= 1 || p.residual->stride(i) == p.out->stride(i); };
+    bool const in_place = p.residual && p.residual->data_ptr() == p.out->data_ptr() && scalar_type(*p.residual) == d &&
+                          strides_agree(0) && strides_agree(1);
+    if (p.residual && !in_place && is_in_memory_of(*p.out, *p.residual)) return false;
+    if (width == 1) call.d_stride[1] = 1;
   } else {
-    call.d_stride[0] = n, call.d_stride[1] = 1;
+    call.d_stride[0] = width, call.d_stride[1] = 1;
   }
-  if (m == 1 && call.d_stride[1] == 1) call.d_stride[0] = leading(0, 1, n);
+  if (m == 1 && call.d_stride[1] == 1) call.d_stride[0] = leading(0, 1, width);
   call.a = p.a.data_ptr(), call.b = p.b.data_ptr();
 
-  int64_t const bytes = p.scaled ? 1 : 2, d_bytes = d == ScalarType::Float ? 4 : 2;
+  int64_t const bytes = p.scaled ? 1 : 2, d_bytes = d == ScalarType::Float ? 4 : p.quantized ? 1 : 2;
   // TMA takes no rows that overlap.
   int64_t const a_lead = call.a_stride[a_layout == 1], b_lead = call.b_stride[b_layout == 0];
   bool const aligned = aligned16(call.a, a_lead, bytes) && aligned16(call.b, b_lead, bytes) &&
                        a_lead >= (a_layout == 1 ? m : k) && b_lead >= (b_layout == 1 ? n : k);
   // A new output starts at the allocator's alignment. TMA stores whole pieces of 16 bytes, so rows must end with one
   // too.
-  bool const aligned_out = call.d_stride[1] == 1 && n * d_bytes % 16 == 0 &&
+  bool const aligned_out = call.d_stride[1] == 1 && width * d_bytes % 16 == 0 &&
                            aligned16(p.out ? p.out->data_ptr() : nullptr, call.d_stride[0], d_bytes);
   key = {call.n,
          call.k,
          p.scaled,
+         scales,
+         p.gated,
          uint8_t(call.a_dtype),
          uint8_t(call.b_dtype),
          uint8_t(call.d_dtype),
          uint8_t(a_layout * 16 + b_layout),
-         p.fast_accum && !int8,
+         p.fast_accum && !int8 && scales == kOfAllK,
          uint8_t(aligned * 2 + aligned_out),
          uint8_t(p.a.get_device_index())};
   return true;
@@ -256,18 +315,16 @@ void resolve(const Problem& p, const Key& key) {
   cutegemm_resolver const ask = resolver.load();
   CG_CHECK(ask, p.op, ": cutegemm's Python package is not loaded, so there are no plans; import cutegemm first");
   cutegemm_request request = {};
-  request.scaled = p.scaled;
-  request.out_dtype = -1;
-  if (p.out_dtype) {
-    request.out_dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(*p.out_dtype));
-  }
+  request.op = p.op;
+  request.scaled = p.scaled, request.gated = p.gated, request.quantized = p.quantized;
+  request.out_dtype = p.out_dtype.value_or(-1);
   request.fast_accum = key.fast_accum;
   request.aligned_operands = key.aligned / 2, request.aligned_out = key.aligned % 2;
   request.device = p.a.get_device_index();
   request.a = described(&p.a), request.b = described(&p.b);
   request.scale_a = described(p.scale_a), request.scale_b = described(p.scale_b);
   request.zero_point_a = described(p.zero_point_a), request.sum_b = described(p.sum_b);
-  request.bias = described(p.bias), request.out = described(p.out);
+  request.bias = described(p.bias), request.residual = described(p.residual), request.out = described(p.out);
   request.kernel = p.kernel ? p.kernel->c_str() : nullptr;
   std::string text(8192, '\0');
   if (ask(&request, text.data(), int32_t(text.size())) != 0) fail(text.c_str());
@@ -307,6 +364,12 @@ void run(const Problem& p, cutegemm_call& call, const Key& key, void* d, const D
     file->prepared.fetch_or(bit, std::memory_order_acq_rel);
   }
   call.d = d;
+  call.output.gated = p.gated;
+  if (p.scale) {
+    call.output.scale = static_cast<float*>(p.scale->data_ptr());
+    call.output.scale_stride[0] = p.scale->stride(0), call.output.scale_stride[1] = p.scale->stride(1);
+    call.output.power_of_two = p.power_of_two;
+  }
   call.options = row->options;
   if (!chain_launches.load(std::memory_order_relaxed)) call.options.no_chain = 1;
   call.sm_count = multiprocessors(device.index);
@@ -333,7 +396,7 @@ std::optional<Tensor> execute(const Problem& p) {
   DeviceOf const device(p.a);
   std::optional<Tensor> made;
   if (!p.out) {
-    int64_t const sizes[2] = {call.m, call.n};
+    int64_t const sizes[2] = {call.m, p.gated ? call.n / 2 : call.n};
     made = empty(Sizes(sizes, 2), d, p.a);
   }
   if (call.m == 0 || call.n == 0) {
@@ -344,19 +407,41 @@ std::optional<Tensor> execute(const Problem& p) {
   return made;
 }
 
+// Another op, with its arguments in the order of its schema.
+template <class... Arguments>
+std::array<StableIValue, sizeof...(Arguments)> call_op(const char* name, const Arguments&... arguments) {
+  std::array<StableIValue, sizeof...(Arguments)> stack = {torch::stable::detail::from(arguments)...};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, "", stack.data(), TORCH_ABI_VERSION));
+  return stack;
+}
+
+// Whether the kernels for scales of blocks, which have the output's other forms, take a call. Up to 64 tokens another
+// kernel reads the weight so much faster that a second launch is worth it.
+bool is_fused(const Problem& p) {
+  cutegemm_call call = {};
+  Key key = {};
+  ScalarType d;
+  if (!prepare(p, call, key, d)) {
+    resolve(p, key);
+    fail(p.op, ": the call was found to be in order, but not by the dispatcher; please report this");
+  }
+  return key.scales == kOfBlocks && call.a_dtype == CUTEGEMM_E4M3 && call.b_dtype == CUTEGEMM_E4M3 &&
+         key.aligned >= 2 && key.layout == 0 && call.k > 0 && call.n > 0 && (p.kernel || call.m > 64) &&
+         (!p.gated || call.n % 128 == 0);
+}
+
 template <class T>
 const T* pointer(const std::optional<T>& x) {
   return x ? &*x : nullptr;
 }
 
-Tensor mm(Tensor a, Tensor b, std::optional<Tensor> bias, std::optional<ScalarType> out_dtype,
-          std::optional<std::string> kernel) {
+Tensor mm(Tensor a, Tensor b, std::optional<Tensor> bias, OptionalDtype out_dtype, std::optional<std::string> kernel) {
   Problem p{"mm", false, a, b};
   p.bias = pointer(bias), p.out_dtype = out_dtype, p.kernel = pointer(kernel);
   return *execute(p);
 }
 
-void mm_out(Tensor out, Tensor a, Tensor b, std::optional<Tensor> bias, std::optional<ScalarType> out_dtype,
+void mm_out(Tensor out, Tensor a, Tensor b, std::optional<Tensor> bias, OptionalDtype out_dtype,
             std::optional<std::string> kernel) {
   Problem p{"mm", false, a, b};
   p.bias = pointer(bias), p.out = &out, p.out_dtype = out_dtype, p.kernel = pointer(kernel);
@@ -364,21 +449,86 @@ void mm_out(Tensor out, Tensor a, Tensor b, std::optional<Tensor> bias, std::opt
 }
 
 Tensor scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, std::optional<Tensor> bias,
-                 std::optional<ScalarType> out_dtype, bool use_fast_accum, std::optional<Tensor> zero_point_a,
-                 std::optional<Tensor> sum_b, std::optional<std::string> kernel) {
+                 OptionalDtype out_dtype, bool use_fast_accum, std::optional<Tensor> zero_point_a,
+                 std::optional<Tensor> sum_b, std::optional<Tensor> residual, std::optional<std::string> kernel) {
   Problem p{"scaled_mm", true, a, b, &scale_a, &scale_b};
   p.bias = pointer(bias), p.out_dtype = out_dtype, p.fast_accum = use_fast_accum;
-  p.zero_point_a = pointer(zero_point_a), p.sum_b = pointer(sum_b), p.kernel = pointer(kernel);
+  p.zero_point_a = pointer(zero_point_a), p.sum_b = pointer(sum_b), p.residual = pointer(residual),
+  p.kernel = pointer(kernel);
   return *execute(p);
 }
 
 void scaled_mm_out(Tensor out, Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, std::optional<Tensor> bias,
-                   std::optional<ScalarType> out_dtype, bool use_fast_accum, std::optional<Tensor> zero_point_a,
-                   std::optional<Tensor> sum_b, std::optional<std::string> kernel) {
+                   OptionalDtype out_dtype, bool use_fast_accum, std::optional<Tensor> zero_point_a,
+                   std::optional<Tensor> sum_b, std::optional<Tensor> residual, std::optional<std::string> kernel) {
   Problem p{"scaled_mm", true, a, b, &scale_a, &scale_b};
   p.bias = pointer(bias), p.out = &out, p.out_dtype = out_dtype, p.fast_accum = use_fast_accum;
-  p.zero_point_a = pointer(zero_point_a), p.sum_b = pointer(sum_b), p.kernel = pointer(kernel);
+  p.zero_point_a = pointer(zero_point_a), p.sum_b = pointer(sum_b), p.residual = pointer(residual),
+  p.kernel = pointer(kernel);
   execute(p);
+}
+
+// Where no kernel has all of a fused form: its sums in float32, so that they are rounded once, too.
+Tensor sums_of(Problem p) {
+  p.out = nullptr, p.out_dtype = int32_t(ScalarType::Float);
+  p.gated = p.quantized = false, p.fast_accum = true;
+  return *execute(p);
+}
+
+// silu of the first half of the columns of x times the second half.
+void gate(Tensor& out, const Tensor& x) {
+  auto const stack =
+      call_op("cutegemm::activation", x, std::string("silu"), std::string("first"), std::optional<double>(), 1.0, 0.0);
+  torch::stable::copy_(out, torch::stable::detail::to<Tensor>(stack[0]));
+}
+
+Tensor scaled_mm_silu_and_mul(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, std::optional<Tensor> bias,
+                              OptionalDtype out_dtype, std::optional<std::string> kernel) {
+  Problem p{"scaled_mm_silu_and_mul", true, a, b, &scale_a, &scale_b};
+  p.bias = pointer(bias), p.out_dtype = out_dtype, p.gated = true, p.kernel = pointer(kernel);
+  if (is_fused(p)) return *execute(p);
+  Tensor out = empty({a.size(0), b.size(1) / 2}, scalar_type(out_dtype, ScalarType::BFloat16), a);
+  gate(out, sums_of(p));
+  return out;
+}
+
+void scaled_mm_silu_and_mul_out(Tensor out, Tensor a, Tensor b, Tensor scale_a, Tensor scale_b,
+                                std::optional<Tensor> bias, OptionalDtype out_dtype,
+                                std::optional<std::string> kernel) {
+  Problem p{"scaled_mm_silu_and_mul", true, a, b, &scale_a, &scale_b};
+  p.bias = pointer(bias), p.out = &out, p.out_dtype = out_dtype, p.gated = true, p.kernel = pointer(kernel);
+  if (is_fused(p)) {
+    execute(p);
+  } else {
+    gate(out, sums_of(p));
+  }
+}
+
+std::tuple<Tensor, Tensor> scaled_mm_quant(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b,
+                                           std::optional<Tensor> bias, bool silu_and_mul, bool power_of_two_scale,
+                                           std::optional<std::string> kernel) {
+  Problem p{"scaled_mm_quant", true, a, b, &scale_a, &scale_b};
+  p.bias = pointer(bias), p.kernel = pointer(kernel);
+  p.quantized = true, p.gated = silu_and_mul, p.power_of_two = power_of_two_scale;
+  if (is_fused(p)) {
+    int64_t const m = a.size(0), width = silu_and_mul ? b.size(1) / 2 : b.size(1), groups = (width + 127) / 128;
+    int64_t const pitch = (m + 3) / 4 * 4, sizes[2] = {m, groups}, strides[2] = {1, pitch};
+    Tensor const scale = empty_strided(Sizes(sizes, 2), Sizes(strides, 2), ScalarType::Float, a);
+    p.scale = &scale;
+    return {*execute(p), scale};
+  }
+  Tensor const sums = sums_of(p);
+  std::optional<Tensor> const none;
+  auto const codes = [](const auto& stack) {
+    return std::tuple(torch::stable::detail::to<Tensor>(stack[0]), torch::stable::detail::to<Tensor>(stack[1]));
+  };
+  if (silu_and_mul) {
+    return codes(call_op("cutegemm::activation_quant", sums, std::string("silu"), std::string("first"),
+                         std::optional<double>(), 1.0, 0.0, OptionalDtype(), none, std::string("group"), int64_t(128),
+                         none, true, power_of_two_scale, none));
+  }
+  return codes(call_op("cutegemm::quantize_fp8", sums, none, std::string("group"), int64_t(128), none, true,
+                       power_of_two_scale));
 }
 
 }  // namespace
@@ -430,7 +580,7 @@ CUTEGEMM_API int32_t cutegemm_open(const char* name, const char* path, char* tex
 // Adds the plan for a request's shape, from rows in ascending order of m_limit, or a row under the request's kernel
 // name.
 CUTEGEMM_API void cutegemm_add_plan(const cutegemm::cutegemm_request* request, const cutegemm::cutegemm_plan_row* rows,
-                                    int32_t count, int32_t layout, int32_t a, int32_t b, int32_t d) {
+                                    int32_t count, int32_t layout, int32_t scales, int32_t a, int32_t b, int32_t d) {
   using namespace cutegemm;
   std::unique_lock<std::shared_mutex> guard(lock);
   auto const fill = [&](PlanRow& row, const cutegemm_plan_row& from) {
@@ -449,6 +599,8 @@ CUTEGEMM_API void cutegemm_add_plan(const cutegemm::cutegemm_request* request, c
   Key const key = {int32_t(request->b.size[1]),
                    int32_t(request->b.size[0]),
                    uint8_t(request->scaled),
+                   uint8_t(scales),
+                   uint8_t(request->gated),
                    uint8_t(a),
                    uint8_t(b),
                    uint8_t(d),
@@ -466,4 +618,7 @@ STABLE_TORCH_LIBRARY_IMPL(cutegemm, CUDA, m) {
   m.impl("mm_out", TORCH_BOX(&cutegemm::mm_out));
   m.impl("scaled_mm", TORCH_BOX(&cutegemm::scaled_mm));
   m.impl("scaled_mm_out", TORCH_BOX(&cutegemm::scaled_mm_out));
+  m.impl("scaled_mm_silu_and_mul", TORCH_BOX(&cutegemm::scaled_mm_silu_and_mul));
+  m.impl("scaled_mm_silu_and_mul_out", TORCH_BOX(&cutegemm::scaled_mm_silu_and_mul_out));
+  m.impl("scaled_mm_quant", TORCH_BOX(&cutegemm::scaled_mm_quant));
 }

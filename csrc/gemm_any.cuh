@@ -15,6 +15,7 @@
 #include <type_traits>
 
 #include "kernel_file.cuh"
+#include "scale_rows.cuh"
 #include "vector.cuh"
 
 namespace cutegemm::any {
@@ -249,11 +250,13 @@ __device__ __forceinline__ void multiply_tiles(float (&c)[2][4][4], const uint16
   }
 }
 
-template <class T>
-constexpr int kBlocks = std::is_same_v<T, int8_t> ? 2 : 3;  // on a multiprocessor; registers hold INT8's sums twice
+// Blocks on a multiprocessor. Registers hold INT8's sums twice, and those that are scaled.
+template <class T, bool kScaled>
+constexpr int kResident = std::is_same_v<T, int8_t> || kScaled ? 2 : 3;
 
-template <class T, class Formula>
-__global__ void __launch_bounds__(kThreads, kBlocks<T>)
+// kScaled: each 128 k, of FP8, have scales of their own.
+template <class T, bool kScaled, class Formula>
+__global__ void __launch_bounds__(kThreads, kResident<T, kScaled>)
     gemm_any(const __grid_constant__ Problem problem, const __grid_constant__ cutegemm_call call) {
   constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>, kInt8 = std::is_same_v<T, int8_t>;
   constexpr int kTileSize = kTile * kPitch;
@@ -279,6 +282,18 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
     column_operands[t - kTile] = Formula::column(call, min(first_column + t - kTile, n - 1));
   }
 
+  // Of the rows and columns of this tile: of this block of k, and of the next.
+  __shared__ float scales[kScaled ? 2 : 1][2 * kTile];
+  [[maybe_unused]] ScaleRows<1> scale(t < kTile ? call.scale_a : call.scale_b);
+  if constexpr (kScaled) {
+    if (t < kTile) {
+      scale.set(0, call.scale_a, min(first_row + t, m - 1));
+    } else {
+      scale.set(0, call.scale_b, min(first_column + t - kTile, n - 1) / call.scale_b.group);
+    }
+  }
+  const auto put_scales = [&](int block) { scales[block % 2][t] = scale.load(0, block); };
+
   Stager<T> a(problem.a, first_row, k), b(problem.b, first_column, k);
   const int lane = t % 32, warp_row = t / 32 % 2 * 32, warp_column = t / 64 * 32;
   std::conditional_t<kInt8, int32_t, float> sum[2][4][4] = {};
@@ -286,7 +301,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
   if (steps > 0) {
     a.fetch(), b.fetch();
     a.put(tiles[0][0]), b.put(tiles[0][1]);
+    if constexpr (kScaled) put_scales(0);
   }
+  [[maybe_unused]] float part[2][4][4] = {};
   __syncthreads();
   for (int step = 0; step < steps; ++step) {
     const bool more = step + 1 < steps;
@@ -308,10 +325,27 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
       }
     };
     if constexpr (kInt8) {  // float32 has 24 bits: enough for the sums of a tile, which are up to 2**20, not of all k
-      float part[2][4][4] = {};
       add_product_to(part);
 #pragma unroll
-      for (int i = 0; i < 2 * 4 * 4; ++i) sum[i / 16][i / 4 % 4][i % 4] += int32_t(part[i / 16][i / 4 % 4][i % 4]);
+      for (int i = 0; i < 2 * 4 * 4; ++i) {
+        sum[i / 16][i / 4 % 4][i % 4] += int32_t(part[i / 16][i / 4 % 4][i % 4]);
+        part[i / 16][i / 4 % 4][i % 4] = 0;
+      }
+    } else if constexpr (kScaled) {
+      constexpr int kSteps = 128 / kTile;  // of a block
+      add_product_to(part);
+      if (step % kSteps == kSteps - 1 || !more) {
+        const float *of_rows = scales[step / kSteps % 2], *of_columns = of_rows + kTile;
+#pragma unroll
+        for (int i = 0; i < 2 * 4 * 4; ++i) {
+          const int row = warp_row + i / 16 * 16 + i / 2 % 2 * 8 + lane / 4;
+          const int column = warp_column + i / 4 % 4 * 8 + lane % 4 * 2 + i % 2;
+          float& value = sum[i / 16][i / 4 % 4][i % 4];
+          value = __fmaf_rn(part[i / 16][i / 4 % 4][i % 4], of_rows[row] * of_columns[column], value);
+          part[i / 16][i / 4 % 4][i % 4] = 0;
+        }
+        if (more) put_scales(step / kSteps + 1);
+      }
     } else {
       add_product_to(sum);
     }
@@ -331,8 +365,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
       for (int e = 0; e < 4; ++e) {
         const int row = warp_row + 16 * i + lane / 4 + e / 2 * 8;
         const int column = warp_column + 8 * j + lane % 4 * 2 + e % 2;
+        const auto element =
+            Formula::element(call, first_row + min(row, rows - 1), first_column + min(column, columns - 1));
         out[row * row_pitch + column * column_pitch] =
-            Formula::apply(sum[i][j][e], row_operands[row], column_operands[column]);
+            Formula::apply(sum[i][j][e], row_operands[row], column_operands[column], element);
       }
     }
   }
@@ -383,15 +419,22 @@ inline bool is_float(int32_t dtype) {
 inline bool is_vector(const cutegemm_vector& v) { return !v.data || is_float(v.dtype); }
 
 // T is the type of both operands, where __nv_fp8_storage_t stands for E4M3 and E5M2, each operand its own.
-template <class T, class Formula>
+template <class T, bool kScaled, class Formula>
 struct AnyShape {
-  static int32_t prepare() { return load_kernel(gemm_any<T, Formula>); }
+  static constexpr auto* kKernel = &gemm_any<T, kScaled, Formula>;
+
+  static int32_t prepare() { return load_kernel(kKernel); }
 
   static int64_t workspace(const cutegemm_call&) { return 0; }
 
   static int32_t launch(const cutegemm_call& call) {
     if (!takes(call.a_dtype) || !takes(call.b_dtype) || !is_float(call.d_dtype)) return kWrongTypes;
-    if (!is_vector(call.scale_a) || !is_vector(call.scale_b) || !is_vector(call.bias)) return kWrongTypes;
+    if (!is_vector(call.bias)) return kWrongTypes;
+    if (kScaled
+            ? call.k > 0 && !(is_scale(call.scale_a, 1) && (is_scale(call.scale_b, 1) || is_scale(call.scale_b, 128)))
+            : !is_vector(call.scale_a) || !is_vector(call.scale_b)) {
+      return kWrongTypes;
+    }
     if (call.m < 0 || call.n < 0 || call.k < 0) return kWrongSize;
     if (call.options.split > 1) return kWrongOptions;
     if (call.m == 0 || call.n == 0) return 0;
@@ -406,7 +449,7 @@ struct AnyShape {
     problem.d_stride[1] = call.d_stride[1];
     problem.d_dtype = call.d_dtype;
     problem.n_inner = second_is_inner(call.d_stride[0], call.m, call.d_stride[1], call.n);
-    return launch_kernel(call, gemm_any<T, Formula>, dim3(unsigned(blocks)), dim3(kThreads), 0, problem, call);
+    return launch_kernel(call, kKernel, dim3(unsigned(blocks)), dim3(kThreads), 0, problem, call);
   }
 
  private:

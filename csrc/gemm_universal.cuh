@@ -147,7 +147,8 @@ __global__ void __launch_bounds__(kReduceThreads) reduce_split(cutegemm_call cal
     with_float_pointer(call.d, call.d_dtype, [&](auto* d) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        store(d + m * call.d_stride[0] + (n + j) * call.d_stride[1], Formula::apply(sum[j], row, column[j]));
+        store(d + m * call.d_stride[0] + (n + j) * call.d_stride[1],
+              Formula::apply(sum[j], row, column[j], Formula::element(call, m, int(n) + j)));
       }
     });
   }

@@ -18,8 +18,8 @@ inline void check_device_of(const char* op, const char* name, const Tensor& x, c
 }
 
 inline void check_floats_like(const char* op, const char* name, const Tensor& x, const Tensor& q) {
-  CG_CHECK(x.scalar_type() == q.scalar_type(), op, ": ", name, " is ", text(x.scalar_type()),
-           "; it must be the dtype of q, ", text(q.scalar_type()));
+  CG_CHECK(scalar_type(x) == scalar_type(q), op, ": ", name, " is ", text(scalar_type(x)),
+           "; it must be the dtype of q, ", text(scalar_type(q)));
 }
 
 // x, which may be q itself, as heads of head_size for each token of q.
@@ -87,16 +87,15 @@ struct RotationOf {
              bool is_neox, int64_t rope_dim_offset, bool inverse,
              const std::optional<std::vector<int64_t>>& mrope_section)
       : table(cos_sin_cache) {
-    CG_CHECK(given.scalar_type() == ScalarType::Int || given.scalar_type() == ScalarType::Long, op, ": positions is ",
-             text(given.scalar_type()), "; it must be torch.int32 or torch.int64");
+    CG_CHECK(scalar_type(given) == ScalarType::Int || scalar_type(given) == ScalarType::Long, op, ": positions is ",
+             text(scalar_type(given)), "; it must be torch.int32 or torch.int64");
     const std::vector<int64_t> want =
         mrope_section ? std::vector<int64_t>{3, q.size(0)} : std::vector<int64_t>{q.size(0)};
     CG_CHECK(shape_of(given) == want, op, ": positions is ", text(given.sizes()), "; it must be ", text(want), ", ",
              mrope_section ? "with mrope_section three" : "one", " for each token of q");
     check_device_of(op, "positions", given, "q", q);
-    CG_CHECK(table.scalar_type() == ScalarType::Float || table.scalar_type() == q.scalar_type(), op,
-             ": cos_sin_cache is ", text(table.scalar_type()), "; it must be torch.float32 or the dtype of q, ",
-             text(q.scalar_type()));
+    CG_CHECK(scalar_type(table) == ScalarType::Float || scalar_type(table) == scalar_type(q), op, ": cos_sin_cache is ",
+             text(scalar_type(table)), "; it must be torch.float32 or the dtype of q, ", text(scalar_type(q)));
     CG_CHECK(table.dim() == 2 && table.size(1) >= 2 && table.size(1) % 2 == 0, op, ": cos_sin_cache is ",
              text(table.sizes()), "; it must be (length, rotary_dim), with a rotary_dim that is even and at least 2");
     CG_CHECK(rope_dim_offset >= 0, op, ": rope_dim_offset is ", rope_dim_offset, "; it must be at least 0");
@@ -115,11 +114,11 @@ struct RotationOf {
     positions = with_last_stride(given);
     const size_t element = table.element_size();
     rotation.table = table.data_ptr();
-    rotation.positions = {positions.data_ptr(), positions.scalar_type() == ScalarType::Long};
+    rotation.positions = {positions.data_ptr(), scalar_type(positions) == ScalarType::Long};
     rotation.table_stride = table.stride(0);
     rotation.length = table.size(0);
     rotation.position_stride = mrope_section ? positions.stride(0) : 0;
-    rotation.dtype = kernel_dtype(table.scalar_type());
+    rotation.dtype = kernel_dtype(scalar_type(table));
     rotation.offset = int32_t(rope_dim_offset);
     rotation.pairs = int32_t(pairs);
     rotation.section_end[0] = int32_t(mrope_section ? (*mrope_section)[0] : pairs);
@@ -142,14 +141,14 @@ struct HeadNormOf {
       norm.wide[i] = true;
       if (!*given) continue;
       const Tensor& w = **given;
-      CG_CHECK(w.scalar_type() == ScalarType::Float || w.scalar_type() == q.scalar_type(), op, ": ", name, " is ",
-               text(w.scalar_type()), "; it must be torch.float32 or the dtype of q, ", text(q.scalar_type()));
+      CG_CHECK(scalar_type(w) == ScalarType::Float || scalar_type(w) == scalar_type(q), op, ": ", name, " is ",
+               text(scalar_type(w)), "; it must be torch.float32 or the dtype of q, ", text(scalar_type(q)));
       CG_CHECK(shape_of(w) == std::vector<int64_t>{head_size}, op, ": ", name, " is ", text(w.sizes()),
                "; it must be [", head_size, "], as a head");
       check_device_of(op, name, w, "q", q);
       weight[i] = with_last_stride(w);
       norm.weight[i] = weight[i].data_ptr();
-      norm.dtype[i] = kernel_dtype(w.scalar_type());
+      norm.dtype[i] = kernel_dtype(scalar_type(w));
       norm.wide[i] = reinterpret_cast<uintptr_t>(norm.weight[i]) % 16 == 0;
     }
     norm.eps = float(eps), norm.offset = float(weight_offset), norm.size = int32_t(head_size),

@@ -4,7 +4,7 @@
 #pragma once
 #include <stdint.h>
 
-#define CUTEGEMM_ABI 2
+#define CUTEGEMM_ABI 3
 
 #ifdef __cplusplus
 extern "C" {
@@ -19,15 +19,33 @@ enum cutegemm_dtype {
   CUTEGEMM_E5M2 = 5,
   CUTEGEMM_INT8 = 6,
   CUTEGEMM_INT32 = 7,
+  CUTEGEMM_E8M0 = 8,  // 2**(byte - 127); 255 is NaN
 };
 
-// An operand of the epilogue that varies along one side of d: a scale for each row, a bias for each column. Of the
-// integer ones the type is fixed, INT32; of the others a call says it.
+// An operand that varies along one side of d: a scale for each row, a bias for each column. Of the integer ones the
+// type is fixed, INT32; of the others a call says it.
 typedef struct cutegemm_vector {
-  const void* data;  // null: the operand is absent (a scale of one; a bias, a zero point, a sum of zero)
-  int32_t dtype;     // FP32, BF16 or FP16; INT32
-  int64_t stride;    // elements from one row (or column) to the next; 0: one element serves them all
+  const void* data;      // null: the operand is absent (a scale of one; a bias, a zero point, a sum of zero)
+  int32_t dtype;         // FP32, BF16 or FP16; INT32; of scales for blocks of k FP32 or E8M0
+  int32_t group;         // of scales for blocks of k: so many rows (or columns) share one, 1 or 128; of others 0
+  int64_t stride;        // elements from one row (or column, or group of them) to the next; 0: one serves them all
+  int64_t block_stride;  // of scales for blocks of k: elements from one block of 128 to the next
 } cutegemm_vector;
+
+// An operand of d's shape.
+typedef struct cutegemm_matrix {
+  const void* data;  // null: zero
+  int32_t dtype;     // FP32, BF16 or FP16
+  int64_t stride[2];
+} cutegemm_matrix;
+
+// What becomes of d before it is stored, besides the epilogue. n is of b, also where d has half as many columns.
+typedef struct cutegemm_output {
+  int32_t gated;  // 1: d is (m, n / 2), silu(x) * y of the epilogue's results x in column j and y in column j + n / 2
+  float* scale;   // of a d that is E4M3: takes a fresh scale for every 128 columns of a row
+  int64_t scale_stride[2];
+  int32_t power_of_two;  // 1: scales are rounded up to powers of two
+} cutegemm_output;
 
 // Launch options of one kernel file; a plan chooses them with the kernel. Zero always means the kernel's default.
 typedef struct cutegemm_options {
@@ -44,10 +62,12 @@ typedef struct cutegemm_call {
   int32_t a_dtype, b_dtype, d_dtype;
   const void* a;                                  // (m, k)
   const void* b;                                  // (k, n)
-  void* d;                                        // (m, n)
+  void* d;                                        // (m, n), or what output says
   int64_t a_stride[2], b_stride[2], d_stride[2];  // in elements, for the two dimensions as written above
   cutegemm_vector scale_a, scale_b, bias;         // along m, n, n
   cutegemm_vector zero_point_a, sum_b;            // along m, n; for an INT8 product, and integers
+  cutegemm_matrix residual;
+  cutegemm_output output;
   cutegemm_options options;
   int32_t sm_count;  // of the current device
   void* workspace;   // cutegemm_workspace() bytes, 256-byte aligned, uninitialized

@@ -5,7 +5,7 @@ namespace cutegemm {
 namespace {
 
 bool is_fp8(const Tensor& x) {
-  return x.scalar_type() == ScalarType::Float8_e4m3fn || x.scalar_type() == ScalarType::Float8_e5m2;
+  return scalar_type(x) == ScalarType::Float8_e4m3fn || scalar_type(x) == ScalarType::Float8_e5m2;
 }
 
 // Where block, slot, head and value are in a cache's dimensions.
@@ -48,9 +48,9 @@ struct CacheIn {
                    const char* scale_cache_name, const OptionalTensor& given_cache) {
     for (const auto& [name, given] : {std::pair{scale_name, &given_scale}, std::pair{scale_cache_name, &given_cache}}) {
       if (!*given) continue;
-      CG_CHECK(is_fp8(tensor), op, ": ", name, " is given, and the cache is ", text(tensor.scalar_type()),
+      CG_CHECK(is_fp8(tensor), op, ": ", name, " is given, and the cache is ", text(scalar_type(tensor)),
                "; it must be left out, since only FP8 is stored with a scale");
-      CG_CHECK((*given)->scalar_type() == ScalarType::Float, op, ": ", name, " is ", text((*given)->scalar_type()),
+      CG_CHECK(scalar_type(**given) == ScalarType::Float, op, ": ", name, " is ", text(scalar_type(**given)),
                "; it must be torch.float32");
       check_device_of(op, name, **given, "the cache", tensor);
     }
@@ -103,8 +103,8 @@ std::string text_of(const Shape& shape) {
 
 void check_rows(const char* op, const char* name, const Tensor& x, const Shape& shape, const char* of_name,
                 const Tensor& of) {
-  CG_CHECK(x.scalar_type() == of.scalar_type(), op, ": ", name, " is ", text(x.scalar_type()),
-           "; it must be the dtype of ", of_name, ", ", text(of.scalar_type()));
+  CG_CHECK(scalar_type(x) == scalar_type(of), op, ": ", name, " is ", text(scalar_type(x)),
+           "; it must be the dtype of ", of_name, ", ", text(scalar_type(of)));
   CG_CHECK(is_of_shape(x, shape), op, ": ", name, " is ", text(x.sizes()), "; it must be ", text_of(shape));
   check_last_stride(op, name, x);
   check_device_of(op, name, x, of_name, of);
@@ -119,8 +119,8 @@ void check_cache(const char* op, const char* name, const Tensor& cache, const Sh
 }
 
 void check_cache_dtype(const char* op, const char* name, const Tensor& cache, const char* of_name, const Tensor& of) {
-  CG_CHECK(cache.scalar_type() == of.scalar_type() || is_fp8(cache), op, ": ", name, " is ", text(cache.scalar_type()),
-           "; it must be the dtype of ", of_name, ", ", text(of.scalar_type()),
+  CG_CHECK(scalar_type(cache) == scalar_type(of) || is_fp8(cache), op, ": ", name, " is ", text(scalar_type(cache)),
+           "; it must be the dtype of ", of_name, ", ", text(scalar_type(of)),
            ", or torch.float8_e4m3fn or torch.float8_e5m2");
 }
 
@@ -137,14 +137,14 @@ struct SlotsOf {
   Slots slots{};
 
   SlotsOf(const char* op, const Tensor& given, const char* of_name, const Tensor& of) {
-    CG_CHECK(given.scalar_type() == ScalarType::Int || given.scalar_type() == ScalarType::Long, op,
-             ": slot_mapping is ", text(given.scalar_type()), "; it must be torch.int32 or torch.int64");
+    CG_CHECK(scalar_type(given) == ScalarType::Int || scalar_type(given) == ScalarType::Long, op, ": slot_mapping is ",
+             text(scalar_type(given)), "; it must be torch.int32 or torch.int64");
     CG_CHECK(given.dim() == 1, op, ": slot_mapping is ", text(given.sizes()), "; it must have one dimension");
     check_device_of(op, "slot_mapping", given, of_name, of);
     tensor = with_last_stride(given);
     slots.given.data = tensor.data_ptr();
     slots.count = tensor.size(0);
-    slots.given.is_long = tensor.scalar_type() == ScalarType::Long;
+    slots.given.is_long = scalar_type(tensor) == ScalarType::Long;
   }
 
   void of_tokens(const char* op, const char* of_name, const Tensor& of) const {
@@ -174,8 +174,8 @@ struct WriteOf {
           const OptionalTensor& v_scale_cache) {
     const Layout layout(op, layout_name);
     check_cache_dtype(op, "k_cache", k_cache, "k", k_in);
-    CG_CHECK(v_cache.scalar_type() == k_cache.scalar_type(), op, ": v_cache is ", text(v_cache.scalar_type()),
-             "; it must be the dtype of k_cache, ", text(k_cache.scalar_type()));
+    CG_CHECK(scalar_type(v_cache) == scalar_type(k_cache), op, ": v_cache is ", text(scalar_type(v_cache)),
+             "; it must be the dtype of k_cache, ", text(scalar_type(k_cache)));
     const int64_t x = layout_name == "v1" ? 16 / int64_t(k_cache.element_size()) : 0;
     CG_CHECK(x == 0 || k_size % x == 0, op, ": k has heads of ", k_size, "; for layout 'v1' it must be a multiple of ",
              x, ", 16 bytes");
@@ -215,7 +215,7 @@ void write(const char* op, const HeadsIn* q, const HeadsIn& k, const HeadsIn& v,
     if (norm) call.norm = *norm;
     call.slots = slots;
     call.cache[0] = k_cache.of, call.cache[1] = v_cache.of;
-    call.e5m2 = k_cache.tensor.scalar_type() == ScalarType::Float8_e5m2;
+    call.e5m2 = scalar_type(k_cache.tensor) == ScalarType::Float8_e5m2;
     call.computes_scales = k_cache.of.scale_cache || v_cache.of.scale_cache;
     const int64_t tokens = q ? q->tensor->size(0) : slots.count;
     // v1's values lie apart. Of many tokens, neighbours have the same block, and their values are written together, and
@@ -310,11 +310,10 @@ void qk_norm_rope_and_cache_(const Tensor& positions, const Tensor& q, const Ten
 }
 
 Tensor gather_cache(const Tensor& cache, const Tensor& slot_mapping, const std::string& layout_name,
-                    const OptionalTensor& scale, const OptionalTensor& scale_cache,
-                    const std::optional<ScalarType>& dtype) {
+                    const OptionalTensor& scale, const OptionalTensor& scale_cache, const OptionalDtype& dtype) {
   constexpr auto* op = "gather_cache";
   const Layout layout(op, layout_name);
-  const ScalarType held = cache.scalar_type();
+  const ScalarType held = scalar_type(cache);
   const auto is_float = [](ScalarType type) {
     return type == ScalarType::BFloat16 || type == ScalarType::Half || type == ScalarType::Float;
   };
@@ -337,7 +336,7 @@ Tensor gather_cache(const Tensor& cache, const Tensor& slot_mapping, const std::
   SlotsOf slots(op, slot_mapping, "cache", cache);
   CacheIn from(cache, layout);
   from.take_scales(op, "scale", scale, "scale_cache", scale_cache);
-  const ScalarType type = dtype.value_or(is_fp8(cache) ? ScalarType::BFloat16 : held);
+  const ScalarType type = scalar_type(dtype, is_fp8(cache) ? ScalarType::BFloat16 : held);
   CG_CHECK(is_float(type), op, ": dtype is ", text(type),
            "; it must be torch.bfloat16, torch.float16 or torch.float32");
   slots.in(op, from);

@@ -8,8 +8,8 @@ void check_norm(const char* op, const Tensor& x, const OptionalTensor& weight) {
   check_floats(op, "x", x);
   if (!weight) return;
   const int64_t hidden = x.sizes().back();
-  CG_CHECK(weight->scalar_type() == ScalarType::Float || weight->scalar_type() == x.scalar_type(), op, ": weight is ",
-           text(weight->scalar_type()), "; it must be torch.float32 or the dtype of x, ", text(x.scalar_type()));
+  CG_CHECK(scalar_type(*weight) == ScalarType::Float || scalar_type(*weight) == scalar_type(x), op, ": weight is ",
+           text(scalar_type(*weight)), "; it must be torch.float32 or the dtype of x, ", text(scalar_type(x)));
   CG_CHECK(shape_of(*weight) == std::vector<int64_t>{hidden}, op, ": weight is ", text(weight->sizes()),
            "; it must be [", hidden, "], as a row of x");
   check_device(op, "weight", *weight, x);
@@ -22,7 +22,7 @@ void run(const char* op, const Tensor& x, const Tensor* residual, const Output* 
   const Input source(x), other(residual ? *residual : x);
   const Tensor by = !weight || weight->is_contiguous() ? weight.value_or(x) : torch::stable::contiguous(*weight);
   const Norm norm = {by.data_ptr(),
-                     weight ? kernel_dtype(by.scalar_type()) : int32_t(CUTEGEMM_NONE),
+                     weight ? kernel_dtype(scalar_type(by)) : int32_t(CUTEGEMM_NONE),
                      reinterpret_cast<uintptr_t>(by.data_ptr()) % 16 == 0,
                      float(weight_offset),
                      float(eps),
@@ -43,7 +43,7 @@ void run(const char* op, const Tensor& x, const Tensor* residual, const Output* 
 
 Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, double eps, double weight_offset) {
   check_norm("rms_norm", x, weight);
-  const Output out(empty(x.sizes(), x.scalar_type(), x));
+  const Output out(empty(x.sizes(), scalar_type(x), x));
   run("rms_norm", x, nullptr, nullptr, weight, eps, weight_offset, &out, {});
   return out.tensor;
 }
@@ -62,7 +62,7 @@ std::tuple<Tensor, Tensor> fused_add_rms_norm(const Tensor& x, const Tensor& res
   constexpr auto* op = "fused_add_rms_norm";
   check_norm(op, x, weight);
   check_like(op, "residual", residual, x, shape_of(x));
-  const Output normed(empty(x.sizes(), x.scalar_type(), x)), sum(empty(x.sizes(), x.scalar_type(), x));
+  const Output normed(empty(x.sizes(), scalar_type(x), x)), sum(empty(x.sizes(), scalar_type(x), x));
   run(op, x, &residual, &sum, weight, eps, weight_offset, &normed, {});
   return {normed.tensor, sum.tensor};
 }
@@ -82,10 +82,10 @@ void fused_add_rms_norm_(const Tensor& x, const Tensor& residual, const Optional
 // The three quantized forms. residual: is added, and the sum goes to sum.
 std::tuple<Tensor, Tensor> quantized(const char* op, const Tensor& x, const Tensor* residual, const Output* sum,
                                      const OptionalTensor& weight, double eps, double weight_offset,
-                                     const std::optional<ScalarType>& dtype, const OptionalTensor& scale,
+                                     const OptionalDtype& dtype, const OptionalTensor& scale,
                                      const std::string& granularity, int64_t group_size, const OptionalTensor& scale_ub,
                                      bool column_major_scale, bool power_of_two_scale, const OptionalTensor& normed) {
-  const FusedCodes codes({op, dtype.value_or(ScalarType::Float8_e4m3fn), scale, granularity, group_size, scale_ub,
+  const FusedCodes codes({op, scalar_type(dtype, ScalarType::Float8_e4m3fn), scale, granularity, group_size, scale_ub,
                           column_major_scale, power_of_two_scale},
                          x, x.sizes().back(), "normed", normed);
   run(op, x, residual, sum, weight, eps, weight_offset, codes.out(), codes.to());
@@ -106,9 +106,9 @@ void check_quantized(const char* op, const Tensor& x, const Tensor* residual, co
 }
 
 std::tuple<Tensor, Tensor> rms_norm_quant(const Tensor& x, const OptionalTensor& weight, double eps,
-                                          double weight_offset, const std::optional<ScalarType>& dtype,
-                                          const OptionalTensor& scale, const std::string& granularity,
-                                          int64_t group_size, const OptionalTensor& scale_ub, bool column_major_scale,
+                                          double weight_offset, const OptionalDtype& dtype, const OptionalTensor& scale,
+                                          const std::string& granularity, int64_t group_size,
+                                          const OptionalTensor& scale_ub, bool column_major_scale,
                                           bool power_of_two_scale, const OptionalTensor& normed) {
   constexpr auto* op = "rms_norm_quant";
   check_quantized(op, x, nullptr, weight, scale, scale_ub, normed);
@@ -118,12 +118,11 @@ std::tuple<Tensor, Tensor> rms_norm_quant(const Tensor& x, const OptionalTensor&
 
 std::tuple<Tensor, Tensor, Tensor> fused_add_rms_norm_quant(
     const Tensor& x, const Tensor& residual, const OptionalTensor& weight, double eps, double weight_offset,
-    const std::optional<ScalarType>& dtype, const OptionalTensor& scale, const std::string& granularity,
-    int64_t group_size, const OptionalTensor& scale_ub, bool column_major_scale, bool power_of_two_scale,
-    const OptionalTensor& normed) {
+    const OptionalDtype& dtype, const OptionalTensor& scale, const std::string& granularity, int64_t group_size,
+    const OptionalTensor& scale_ub, bool column_major_scale, bool power_of_two_scale, const OptionalTensor& normed) {
   constexpr auto* op = "fused_add_rms_norm_quant";
   check_quantized(op, x, &residual, weight, scale, scale_ub, normed);
-  const Output sum(empty(x.sizes(), x.scalar_type(), x));
+  const Output sum(empty(x.sizes(), scalar_type(x), x));
   const auto [q, returned] = quantized(op, x, &residual, &sum, weight, eps, weight_offset, dtype, scale, granularity,
                                        group_size, scale_ub, column_major_scale, power_of_two_scale, normed);
   return {q, returned, sum.tensor};
@@ -131,11 +130,10 @@ std::tuple<Tensor, Tensor, Tensor> fused_add_rms_norm_quant(
 
 std::tuple<Tensor, Tensor> fused_add_rms_norm_quant_(const Tensor& x, const Tensor& residual,
                                                      const OptionalTensor& weight, double eps, double weight_offset,
-                                                     const std::optional<ScalarType>& dtype,
-                                                     const OptionalTensor& scale, const std::string& granularity,
-                                                     int64_t group_size, const OptionalTensor& scale_ub,
-                                                     bool column_major_scale, bool power_of_two_scale,
-                                                     const OptionalTensor& normed) {
+                                                     const OptionalDtype& dtype, const OptionalTensor& scale,
+                                                     const std::string& granularity, int64_t group_size,
+                                                     const OptionalTensor& scale_ub, bool column_major_scale,
+                                                     bool power_of_two_scale, const OptionalTensor& normed) {
   constexpr auto* op = "fused_add_rms_norm_quant_";
   check_quantized(op, x, &residual, weight, scale, scale_ub, normed);
   check_apart(op, "residual", residual, "x", x);

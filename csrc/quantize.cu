@@ -249,7 +249,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_int8_asymmetric(const Tensor& x, con
   CG_CHECK(scale.has_value() == zero_point.has_value(), op,
            ": one of scale and zero_point is given; both must be, or neither");
   if (zero_point) {
-    CG_CHECK(zero_point->scalar_type() == ScalarType::Int, op, ": zero_point is ", text(zero_point->scalar_type()),
+    CG_CHECK(scalar_type(*zero_point) == ScalarType::Int, op, ": zero_point is ", text(scalar_type(*zero_point)),
              "; it must be torch.int32");
     check_device(op, "zero_point", *zero_point, x);
     CG_CHECK(shape_of(*zero_point) == shape_of(*scale), op, ": zero_point is ", text(zero_point->sizes()),

@@ -8,7 +8,7 @@ namespace cutegemm {
 using OptionalTensor = std::optional<Tensor>;
 
 inline void check_floats(const char* op, const char* name, const Tensor& x) {
-  const ScalarType dtype = x.scalar_type();
+  const ScalarType dtype = scalar_type(x);
   if (dtype != ScalarType::BFloat16 && dtype != ScalarType::Half && dtype != ScalarType::Float) {
     fail(op, ": ", name, " is ", text(dtype), "; it must be torch.bfloat16, torch.float16 or torch.float32");
   }
@@ -25,8 +25,8 @@ inline std::string text(const std::vector<int64_t>& sizes) { return text(Sizes(s
 
 inline void check_like(const char* op, const char* name, const Tensor& other, const Tensor& x,
                        const std::vector<int64_t>& shape) {
-  CG_CHECK(other.scalar_type() == x.scalar_type(), op, ": ", name, " is ", text(other.scalar_type()),
-           "; it must be the dtype of x, ", text(x.scalar_type()));
+  CG_CHECK(scalar_type(other) == scalar_type(x), op, ": ", name, " is ", text(scalar_type(other)),
+           "; it must be the dtype of x, ", text(scalar_type(x)));
   CG_CHECK(shape_of(other) == shape, op, ": ", name, " is ", text(other.sizes()), "; it must be ",
            shape == shape_of(x) ? "the shape of x, " : "", text(shape));
   check_device(op, name, other, x);
@@ -101,8 +101,8 @@ struct CodesOf {
     }
     CG_CHECK(group_size == 64 || group_size == 128, op, ": group_size is ", group_size, "; it must be 64 or 128");
     if (scale_ub) {
-      CG_CHECK(scale_ub->scalar_type() == ScalarType::Float && scale_ub->numel() == 1, op, ": scale_ub is ",
-               text(scale_ub->scalar_type()), " of ", text(scale_ub->sizes()),
+      CG_CHECK(scalar_type(*scale_ub) == ScalarType::Float && scale_ub->numel() == 1, op, ": scale_ub is ",
+               text(scalar_type(*scale_ub)), " of ", text(scale_ub->sizes()),
                "; it must be one element of torch.float32");
       check_device(op, "scale_ub", *scale_ub, x);
     }
@@ -111,7 +111,7 @@ struct CodesOf {
          {std::pair{"scale_ub", scale_ub.has_value()}, std::pair{"power_of_two_scale", power_of_two_scale}}) {
       CG_CHECK(!given, op, ": ", name, " is given with scale; it must be left out, since it is for a computed scale");
     }
-    CG_CHECK(scale->scalar_type() == ScalarType::Float, op, ": scale is ", text(scale->scalar_type()),
+    CG_CHECK(scalar_type(*scale) == ScalarType::Float, op, ": scale is ", text(scalar_type(*scale)),
              "; it must be torch.float32");
     check_device(op, "scale", *scale, x);
     if (granularity == "tensor") {

@@ -48,6 +48,21 @@ inline void check_cuda(const char* op, cudaError_t error) {
   fail(op, ": CUDA failed: ", cudaGetErrorString(error));
 }
 
+// Torch's numbers of dtypes are part of its serialization format and do not change. Its own conversions of them (those
+// of Tensor::scalar_type() and of arguments of ops) throw where a dtype is younger than the torch we build for.
+inline ScalarType scalar_type(const Tensor& x) {
+  int32_t number = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &number));
+  return ScalarType(number);
+}
+
+// An op's argument, by number.
+using OptionalDtype = std::optional<int32_t>;
+
+inline ScalarType scalar_type(const OptionalDtype& number, ScalarType otherwise) {
+  return number ? ScalarType(*number) : otherwise;
+}
+
 // Values as Python prints them, for the sentences.
 inline std::string text(Sizes sizes) {
   std::string s = "[";
@@ -57,12 +72,28 @@ inline std::string text(Sizes sizes) {
 
 inline std::string text(ScalarType dtype) {
   static constexpr std::pair<ScalarType, const char*> names[] = {
-      {ScalarType::Float, "float32"},  {ScalarType::BFloat16, "bfloat16"},
-      {ScalarType::Half, "float16"},   {ScalarType::Float8_e4m3fn, "float8_e4m3fn"},
-      {ScalarType::Double, "float64"}, {ScalarType::Float8_e5m2, "float8_e5m2"},
-      {ScalarType::Byte, "uint8"},     {ScalarType::Char, "int8"},
-      {ScalarType::Short, "int16"},    {ScalarType::Int, "int32"},
-      {ScalarType::Long, "int64"},     {ScalarType::Bool, "bool"},
+      {ScalarType::Float, "float32"},
+      {ScalarType::BFloat16, "bfloat16"},
+      {ScalarType::Half, "float16"},
+      {ScalarType::Double, "float64"},
+      {ScalarType::Float8_e4m3fn, "float8_e4m3fn"},
+      {ScalarType::Float8_e5m2, "float8_e5m2"},
+      {ScalarType::Float8_e4m3fnuz, "float8_e4m3fnuz"},
+      {ScalarType::Float8_e5m2fnuz, "float8_e5m2fnuz"},
+      {ScalarType::Float8_e8m0fnu, "float8_e8m0fnu"},
+      {ScalarType::Float4_e2m1fn_x2, "float4_e2m1fn_x2"},
+      {ScalarType::Char, "int8"},
+      {ScalarType::Short, "int16"},
+      {ScalarType::Int, "int32"},
+      {ScalarType::Long, "int64"},
+      {ScalarType::Byte, "uint8"},
+      {ScalarType::UInt16, "uint16"},
+      {ScalarType::UInt32, "uint32"},
+      {ScalarType::UInt64, "uint64"},
+      {ScalarType::Bool, "bool"},
+      {ScalarType::ComplexHalf, "complex32"},
+      {ScalarType::ComplexFloat, "complex64"},
+      {ScalarType::ComplexDouble, "complex128"},
   };
   for (const auto& [value, name] : names) {
     if (value == dtype) return std::string("torch.") + name;
@@ -104,7 +135,7 @@ inline int32_t kernel_dtype(ScalarType dtype) {
 // Calls f with a null pointer of x's element type, for float32, BF16 and FP16 (which the caller has checked).
 template <class F>
 void with_float_type(const Tensor& x, F f) {
-  switch (x.scalar_type()) {
+  switch (scalar_type(x)) {
     case ScalarType::Float:
       return f(static_cast<const float*>(nullptr));
     case ScalarType::BFloat16:
@@ -112,7 +143,7 @@ void with_float_type(const Tensor& x, F f) {
     case ScalarType::Half:
       return f(static_cast<const __half*>(nullptr));
     default:
-      fail("no kernel for ", text(x.scalar_type()));
+      fail("no kernel for ", text(scalar_type(x)));
   }
 }
 
@@ -141,10 +172,9 @@ struct __attribute__((visibility("hidden"))) DeviceOf {  // as torch's guard is
 inline Tensor empty_strided(Sizes sizes, Sizes strides, ScalarType dtype, const Tensor& x) {
   int32_t device_type = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &device_type));
-  const auto code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   AtenTensorHandle made = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), code, device_type,
-                                                  x.get_device_index(), &made));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), int32_t(dtype),
+                                                  device_type, x.get_device_index(), &made));
   return Tensor(made);
 }
 

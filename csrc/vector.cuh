@@ -21,6 +21,10 @@ __device__ __forceinline__ int32_t load(const cutegemm_vector& v, int i, int32_t
   return v.data ? static_cast<const int32_t*>(v.data)[i * v.stride] : absent;
 }
 
+__device__ __forceinline__ float load(const cutegemm_matrix& x, int m, int n, float absent) {
+  return x.data ? load_as_float(x.data, x.dtype, m * x.stride[0] + n * x.stride[1]) : absent;
+}
+
 __device__ __forceinline__ void store(float* to, float x) { *to = x; }
 __device__ __forceinline__ void store(__nv_bfloat16* to, float x) { *to = __float2bfloat16(x); }
 __device__ __forceinline__ void store(__half* to, float x) { *to = __float2half(x); }

@@ -19,7 +19,7 @@ from .activation import (
     silu_and_mul,
     swigluoai_and_mul,
 )
-from .gemm import mm, scaled_mm
+from .gemm import mm, scaled_mm, scaled_mm_quant, scaled_mm_silu_and_mul
 from .kv_cache import concat_and_cache_mla_, gather_cache, qk_norm_rope_and_cache_, reshape_and_cache_, slots_of
 from .library import chain_launches
 from .norm import (
@@ -67,6 +67,8 @@ __all__ = [
     "rms_norm_quant",
     "rotary_embedding_",
     "scaled_mm",
+    "scaled_mm_quant",
+    "scaled_mm_silu_and_mul",
     "silu_and_mul",
     "slots_of",
     "swigluoai_and_mul",

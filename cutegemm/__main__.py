@@ -49,8 +49,11 @@ def _explain(argv: Sequence[str]) -> int:
     parser.add_argument("n", type=int, help="rows of the weight")
     parser.add_argument("k", type=int, help="columns of the weight")
     parser.add_argument("--m", type=int, help="only the kernel for this many tokens")
+    parser.add_argument(
+        "--scales", default="", choices=("block", "group"), help="of FP8: one for 128 x 128 of the weight, or 1 x 128"
+    )
     args = parser.parse_args(argv)
-    print(explain(args.op, args.n, args.k, args.m))
+    print(explain(args.op, args.n, args.k, args.m, scales=args.scales))
     return 0
 
 

@@ -67,10 +67,16 @@ def check_output(op: str, name: str, out: Tensor | None, itself: str = "", **rea
     for other, x in reads.items():
         if x is None or not lies_in_memory_of(out, x):
             continue
-        sizes = [[d for d in zip(t.shape, t.stride(), strict=True) if d[0] != 1] for t in (out, x)]
-        if other != itself or out.data_ptr() != x.data_ptr() or out.shape != x.shape or sizes[0] != sizes[1]:
+        if other != itself or not is_itself(out, x):
             either = f"be {other} itself, or " if other == itself else ""
             raise ValueError(f"{op}: {name} lies in the memory of {other}; it must {either}lie apart from it")
+
+
+def is_itself(out: Tensor, x: Tensor) -> bool:
+    """Whether every element of out is that of x: then writing one changes no other."""
+    sizes = [[d for d in zip(t.shape, t.stride(), strict=True) if d[0] != 1] for t in (out, x)]
+    same = (out.data_ptr(), out.dtype, out.shape) == (x.data_ptr(), x.dtype, x.shape)
+    return same and sizes[0] == sizes[1]
 
 
 def lies_in_memory_of(out: Tensor, x: Tensor) -> bool:

@@ -1,6 +1,7 @@
-"""Matrix products: `mm` for BF16 and FP16, `scaled_mm` for FP8 and INT8 with scales.
+"""Matrix products: `mm` for BF16 and FP16, `scaled_mm` for FP8 and INT8 with scales, and `scaled_mm_silu_and_mul` and
+`scaled_mm_quant`, which go on with what scaled_mm has summed before it is rounded.
 
-Both are d = a @ b as in torch, with b (k, n); a weight stored (n, k) is passed as `w.t()`. The checks here are the only
+All are d = a @ b as in torch, with b (k, n); a weight stored (n, k) is passed as `w.t()`. The checks here are the only
 ones there are: the CUDA dispatcher asks them for the sentence whenever a call is not in order.
 """
 
@@ -11,27 +12,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import lies_in_memory_of
+from .activation import FUNCTIONS
+from .checks import is_itself, lies_in_memory_of
 from .epilogues import asymmetric, linear, scaled
+from .quantize import BLOCK, columns_of_scales, quantize_rows
 from .registry import Input, nbytes, op
 from .variants import KERNELS, Choice
 
 HALF = (torch.bfloat16, torch.float16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 QUANTIZED = (*FP8, torch.int8)
+E8M0 = (torch.float8_e8m0fnu, torch.uint8)  # which is taken for the bytes of the other
+SCALES = (torch.float32, *E8M0)
 OUTPUT = (torch.bfloat16, torch.float16, torch.float32)
+_ONE_ELEMENT: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1))
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     names = [str(dtype) for dtype in dtypes]
-    return ", ".join(names[:-1]) + " or " + names[-1]
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _shape(x: Any) -> str:
     return str(list(x.shape))
 
 
-def _check_product(op: str, a: Any, b: Any, bias: Any, out: Any, out_dtype: torch.dtype) -> None:
+def _check_product(op: str, a: Any, b: Any, bias: Any, out_dtype: torch.dtype) -> None:
     for name, x in (("a", a), ("b", b)):
         if x.dim() != 2:
             raise ValueError(f"{op}: {name} is {_shape(x)}; it must have two dimensions")
@@ -43,7 +49,7 @@ def _check_product(op: str, a: Any, b: Any, bias: Any, out: Any, out_dtype: torc
     for name, size in (("m", m), ("n", n), ("k", a.shape[1])):
         if size >= 2**31 - 1:
             raise ValueError(f"{op}: {name} is {size}; it must be under 2**31 - 1")
-    for name, x in (("b", b), ("bias", bias), ("out", out)):
+    for name, x in (("b", b), ("bias", bias)):
         if x is not None and x.device != a.device:
             raise ValueError(f"{op}: {name} is on {x.device}; it must be on the device of a, {a.device}")
     if out_dtype not in OUTPUT:
@@ -53,38 +59,50 @@ def _check_product(op: str, a: Any, b: Any, bias: Any, out: Any, out_dtype: torc
             raise TypeError(f"{op}: bias is {bias.dtype}; it must be {_names(OUTPUT)}")
         if tuple(bias.shape) != (n,):
             raise ValueError(f"{op}: bias is {_shape(bias)}; it must be [{n}], one element for each column of b")
-    if out is not None:
-        if out.dtype != out_dtype:
-            raise TypeError(f"{op}: out is {out.dtype}; it must be out_dtype, {out_dtype}")
-        if tuple(out.shape) != (m, n):
-            raise ValueError(f"{op}: out is {_shape(out)}; it must be [{m}, {n}]")
-        row, column = out.stride()
-        rows_apart = n <= 1 or (column > 0 and (m <= 1 or row >= n * column))
-        columns_apart = m <= 1 or (row > 0 and (n <= 1 or column >= m * row))
-        if not (rows_apart or columns_apart):
-            raise ValueError(f"{op}: out has the strides {[row, column]}; its elements must not share memory")
 
 
-def _check_kernel(op: str, kernel: str | None) -> None:
+def _check_out(op: str, out: Any, out_dtype: torch.dtype, m: int, n: int, device: Any) -> None:
+    if out is None:
+        return
+    if out.device != device:
+        raise ValueError(f"{op}: out is on {out.device}; it must be on the device of a, {device}")
+    if out.dtype != out_dtype:
+        raise TypeError(f"{op}: out is {out.dtype}; it must be out_dtype, {out_dtype}")
+    if tuple(out.shape) != (m, n):
+        raise ValueError(f"{op}: out is {_shape(out)}; it must be [{m}, {n}]")
+    row, column = out.stride()
+    rows_apart = n <= 1 or (column > 0 and (m <= 1 or row >= n * column))
+    columns_apart = m <= 1 or (row > 0 and (n <= 1 or column >= m * row))
+    if not (rows_apart or columns_apart):
+        raise ValueError(f"{op}: out has the strides {[row, column]}; its elements must not share memory")
+
+
+def _check_kernel(op: str, kernel: str | None, of: str | None = None) -> None:
+    """of: the op whose kernels they are, if it is another."""
+    of = of or op
     if kernel is None:
         return
     try:
         name = Choice.parse(kernel).kernel
     except ValueError as error:
         raise ValueError(f"{op}: {error}") from None
-    if name not in KERNELS or KERNELS[name].gemm.op != op:
+    if name not in KERNELS or KERNELS[name].gemm.op != of:
         raise ValueError(
-            f"{op}: kernel is {name!r}, which is not a kernel of {op}; `python tools/emit.py --list` prints them"
+            f"{op}: kernel is {name!r}, which is not a kernel of {of}; `python tools/emit.py --list` prints them"
         )
 
 
 def check_memory(op: str, out: Any, **operands: Any) -> None:
-    """Refuses an out in whose memory an operand lies, where that is plain."""
+    """Refuses an out in whose memory an operand lies, where that is plain; it may be the residual itself."""
     for name, x in operands.items():
-        if out is not None and x is not None and lies_in_memory_of(out, x):
+        if out is None or x is None or not lies_in_memory_of(out, x):
+            continue
+        if name != "residual":
             raise ValueError(
                 f"{op}: out lies in the memory of {name}; it must not, since {name} is read while it is written"
             )
+        if not is_itself(out, x):
+            raise ValueError(f"{op}: out lies in the memory of {name}; it must be {name} itself, or lie apart from it")
 
 
 def check_mm(
@@ -103,23 +121,101 @@ def check_mm(
     if a.dtype != b.dtype:
         raise TypeError(f"mm: a is {a.dtype} and b is {b.dtype}; they must have one dtype")
     dtype = out_dtype or (out.dtype if out is not None else a.dtype)
-    _check_product("mm", a, b, bias, out, dtype)
+    _check_product("mm", a, b, bias, dtype)
+    _check_out("mm", out, dtype, a.shape[0], b.shape[1], a.device)
     _check_kernel("mm", kernel_name)
     return dtype
 
 
+def scales_of(m: int, n: int, k: int, scale_a: Any, scale_b: Any, residual: bool = False) -> str:
+    """What has a scale of its own in a call of scaled_mm, of FP8:
+
+      ""       all of an operand, or each row of a and each column of b
+      "block"  each 128 k of a row of a, and each 128 x 128 of the (n, k) weight
+      "group"  each 128 k of a row of a and of a column of b
+
+    Where two of them mean the same, float32 scales of k up to 128 are "" unless there is a residual, which that has
+    not, and those of a b of one column "block". Of scales that are refused this says nothing.
+    """
+    groups = -(-k // BLOCK)
+    of_block = (-(-n // BLOCK), groups)
+    a, b = tuple(scale_a.shape), tuple(scale_b.shape)
+    if scale_a.dtype in E8M0 or scale_b.dtype in E8M0 or ((groups != 1 or residual) and a == (m, groups)):
+        return "block" if b == of_block else "group"
+    return "block" if k <= BLOCK < n and b == of_block else ""
+
+
 def _check_vector(
-    name: str, x: Any, dtype: torch.dtype, side: str, shapes: tuple[tuple[int, ...], ...], device: Any
+    op: str,
+    name: str,
+    x: Any,
+    dtypes: tuple[torch.dtype, ...],
+    shapes: tuple[tuple[int, ...], ...],
+    shape: str,
+    device: Any,
 ) -> None:
-    if x.dtype != dtype:
-        raise TypeError(f"scaled_mm: {name} is {x.dtype}; it must be {dtype}")
+    """shape: the shapes in words."""
+    if x.dtype not in dtypes:
+        raise TypeError(f"{op}: {name} is {x.dtype}; it must be {_names(dtypes)}")
     if x.device != device:
-        raise ValueError(f"scaled_mm: {name} is on {x.device}; it must be on the device of a, {device}")
-    if tuple(x.shape) not in ((), (1,), (1, 1), *shapes):
+        raise ValueError(f"{op}: {name} is on {x.device}; it must be on the device of a, {device}")
+    if tuple(x.shape) not in shapes:
+        raise ValueError(f"{op}: {name} is {_shape(x)}; it must {shape}")
+
+
+def _check_scales(
+    op: str, m: int, n: int, k: int, scale_a: Any, scale_b: Any, device: Any, int8: bool, residual: bool
+) -> str:
+    groups, blocks = -(-k // BLOCK), -(-n // BLOCK)
+    each_a = f"[{m}, {groups}], one for each 128 k of each row"
+    each_b = (
+        f"[{blocks}, {groups}], one for each 128 x 128 of the (n, k) weight, or [{n}, {groups}], one for each 128 k of "
+        "each column"
+    )
+    kind = "" if int8 else scales_of(m, n, k, scale_a, scale_b, residual)
+    if kind:
+        _check_vector(op, "scale_a", scale_a, SCALES, ((m, groups),), f"be {each_a} of a", device)
+        _check_vector(op, "scale_b", scale_b, SCALES, ((blocks, groups), (n, groups)), f"be {each_b} of b", device)
+        return kind
+    rows = f"have one element, or be [{m}] or [{m}, 1], one element for each row of a"
+    columns = f"have one element, or be [{n}] or [1, {n}] or [{n}, 1], one element for each column of b"
+    if not int8:
+        rows += "" if groups == 1 else f", or {each_a}"
+        columns += "" if groups == 1 and n <= BLOCK else f", or, with a scale_a of [{m}, {groups}], be {each_b}"
+    one, float32 = _ONE_ELEMENT, (torch.float32,)
+    _check_vector(op, "scale_a", scale_a, float32, (*one, (m,), (m, 1)), rows, device)
+    _check_vector(op, "scale_b", scale_b, float32, (*one, (n,), (1, n), (n, 1)), columns, device)
+    return kind
+
+
+def _check_scaled(
+    op: str,
+    types: tuple[torch.dtype, ...],
+    a: Any,
+    b: Any,
+    scale_a: Any,
+    scale_b: Any,
+    bias: Any,
+    out_dtype: torch.dtype,
+    residual: bool = False,
+) -> str:
+    """Raises what is wrong with the product of scaled operands of these types; returns what has a scale of its own."""
+    for name, x in (("a", a), ("b", b)):
+        if x.dtype not in types:
+            raise TypeError(f"{op}: {name} is {x.dtype}; it must be {_names(types)}")
+    int8 = a.dtype == torch.int8
+    if int8 != (b.dtype == torch.int8):
+        raise TypeError(f"{op}: a is {a.dtype} and b is {b.dtype}; both must be torch.int8, or neither")
+    if a.dtype == b.dtype == torch.float8_e5m2:
+        raise TypeError(f"{op}: a and b are both torch.float8_e5m2; at least one must be torch.float8_e4m3fn")
+    _check_product(op, a, b, bias, out_dtype)
+    (m, k), n = a.shape, b.shape[1]
+    if k > 1 and n > 1 and b.stride(0) != 1 and b.stride(1) == 1:
         raise ValueError(
-            f"scaled_mm: {name} is {_shape(x)}; it must have one element, or be "
-            f"{' or '.join(str(list(shape)) for shape in shapes)}, one element for each {side}"
+            f"{op}: b is {_shape(b)} with the strides {list(b.stride())}, so its rows are contiguous; its columns "
+            "must be: pass w.t() of a contiguous (n, k) weight w"
         )
+    return _check_scales(op, m, n, k, scale_a, scale_b, a.device, int8, residual)
 
 
 def check_scaled_mm(
@@ -132,57 +228,129 @@ def check_scaled_mm(
     use_fast_accum: bool = True,
     zero_point_a: Any = None,
     sum_b: Any = None,
+    residual: Any = None,
     kernel_name: str | None = None,
     *,
     out: Any = None,
 ) -> torch.dtype:
     """Raises what is wrong with a call of scaled_mm; returns the dtype of its result."""
-    for name, x in (("a", a), ("b", b)):
-        if x.dtype not in QUANTIZED:
-            raise TypeError(f"scaled_mm: {name} is {x.dtype}; it must be {_names(QUANTIZED)}")
-    int8 = a.dtype == torch.int8
-    if int8 != (b.dtype == torch.int8):
-        raise TypeError(f"scaled_mm: a is {a.dtype} and b is {b.dtype}; both must be torch.int8, or neither")
-    if a.dtype == b.dtype == torch.float8_e5m2:
-        raise TypeError("scaled_mm: a and b are both torch.float8_e5m2; at least one must be torch.float8_e4m3fn")
+    op = "scaled_mm"
     dtype = out_dtype or (out.dtype if out is not None else torch.bfloat16)
-    _check_product("scaled_mm", a, b, bias, out, dtype)
+    kind = _check_scaled(op, QUANTIZED, a, b, scale_a, scale_b, bias, dtype, residual is not None)
     (m, k), n = a.shape, b.shape[1]
-    if k > 1 and n > 1 and b.stride(0) != 1 and b.stride(1) == 1:
-        raise ValueError(
-            f"scaled_mm: b is {_shape(b)} with the strides {list(b.stride())}, so its rows are contiguous; its columns "
-            "must be: pass w.t() of a contiguous (n, k) weight w"
-        )
-    _check_vector("scale_a", scale_a, torch.float32, "row of a", ((m,), (m, 1)), a.device)
-    _check_vector("scale_b", scale_b, torch.float32, "column of b", ((n,), (1, n), (n, 1)), a.device)
+    _check_out(op, out, dtype, m, n, a.device)
+    int8 = a.dtype == torch.int8
     for name, x in (("zero_point_a", zero_point_a), ("sum_b", sum_b)):
         if x is not None and not int8:
-            raise ValueError(f"scaled_mm: {name} is {_shape(x)}; it must be None, since a and b are not torch.int8")
+            raise ValueError(f"{op}: {name} is {_shape(x)}; it must be None, since a and b are not torch.int8")
     if zero_point_a is None and sum_b is not None:
-        raise ValueError("scaled_mm: zero_point_a is None; it must be given where sum_b is")
+        raise ValueError(f"{op}: zero_point_a is None; it must be given where sum_b is")
     if zero_point_a is not None:
         if sum_b is None:
-            raise ValueError("scaled_mm: sum_b is None; it must be given where zero_point_a is")
-        _check_vector("zero_point_a", zero_point_a, torch.int32, "row of a", ((m,), (m, 1)), a.device)
-        if sum_b.dtype != torch.int32:
-            raise TypeError(f"scaled_mm: sum_b is {sum_b.dtype}; it must be torch.int32")
-        if sum_b.device != a.device:
-            raise ValueError(f"scaled_mm: sum_b is on {sum_b.device}; it must be on the device of a, {a.device}")
-        if tuple(sum_b.shape) != (n,):
-            raise ValueError(f"scaled_mm: sum_b is {_shape(sum_b)}; it must be [{n}], one element for each column of b")
+            raise ValueError(f"{op}: sum_b is None; it must be given where zero_point_a is")
+        rows = f"have one element, or be [{m}] or [{m}, 1], one element for each row of a"
+        columns = f"be [{n}], one element for each column of b"
+        int32 = (torch.int32,)
+        _check_vector(op, "zero_point_a", zero_point_a, int32, (*_ONE_ELEMENT, (m,), (m, 1)), rows, a.device)
+        _check_vector(op, "sum_b", sum_b, int32, ((n,),), columns, a.device)
     # Up to here int32 holds every sum of k products, each up to 2**14, and with a zero point of int8's range every sum
     # of (a - zero_point_a) * b, each up to 255 * 2**7.
     most = 2**17 - 1 if zero_point_a is None else 2**16
     if int8 and k > most:
-        raise ValueError(f"scaled_mm: k is {k}; it must be at most {most}, so that the sums of int8 products fit int32")
-    _check_kernel("scaled_mm", kernel_name)
+        raise ValueError(f"{op}: k is {k}; it must be at most {most}, so that the sums of int8 products fit int32")
+    if residual is not None:
+        if not kind:
+            raise ValueError(
+                f"{op}: residual is {_shape(residual)}; it must be None, since the scales are not for each 128 k"
+            )
+        _check_vector(op, "residual", residual, OUTPUT, ((m, n),), f"be [{m}, {n}], as the result", a.device)
+    _check_kernel(op, kernel_name)
     return dtype
+
+
+def _check_gate(op: str, b: Any) -> None:
+    if b.shape[1] % 2:
+        raise ValueError(f"{op}: b is {_shape(b)}; its n must be even, a gate for each value")
+
+
+def check_scaled_mm_silu_and_mul(
+    a: Any,
+    b: Any,
+    scale_a: Any,
+    scale_b: Any,
+    bias: Any = None,
+    out_dtype: torch.dtype | None = None,
+    kernel_name: str | None = None,
+    *,
+    out: Any = None,
+) -> torch.dtype:
+    """Raises what is wrong with a call of scaled_mm_silu_and_mul; returns the dtype of its result."""
+    op = "scaled_mm_silu_and_mul"
+    dtype = out_dtype or (out.dtype if out is not None else torch.bfloat16)
+    _check_scaled(op, FP8, a, b, scale_a, scale_b, bias, dtype)
+    _check_gate(op, b)
+    _check_out(op, out, dtype, a.shape[0], b.shape[1] // 2, a.device)
+    _check_kernel(op, kernel_name, "scaled_mm")
+    return dtype
+
+
+def check_scaled_mm_quant(
+    a: Any,
+    b: Any,
+    scale_a: Any,
+    scale_b: Any,
+    bias: Any = None,
+    silu_and_mul: bool = False,
+    power_of_two_scale: bool = False,
+    kernel_name: str | None = None,
+) -> int:
+    """Raises what is wrong with a call of scaled_mm_quant; returns how many columns its codes have."""
+    op = "scaled_mm_quant"
+    _check_scaled(op, FP8, a, b, scale_a, scale_b, bias, torch.float32)
+    if silu_and_mul:
+        _check_gate(op, b)
+    _check_kernel(op, kernel_name, "scaled_mm")
+    return b.shape[1] // 2 if silu_and_mul else b.shape[1]
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     if a.dtype == torch.int8:
         return (a.double() @ b.double()).int()  # float64 is exact here, and fast
     return a.float() @ b.float()
+
+
+def _dequantizing(scale: Tensor) -> Tensor:
+    return (scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale).float()
+
+
+def _block_scaled(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, kind: str) -> Tensor:
+    """The sums of a @ b in float32, each 128 k times its scales before it is added."""
+    m, k, n = *a.shape, b.shape[1]
+    rows, columns = _dequantizing(scale_a), _dequantizing(scale_b)
+    if kind == "block":
+        columns = columns.repeat_interleave(BLOCK, 0)[:n]
+    total = a.new_zeros((m, n), dtype=torch.float32)
+    for i, start in enumerate(range(0, k, BLOCK)):
+        stop = start + BLOCK
+        # 128 products of e4m3 fit float64 as they are, whatever their order, so this is rounded once.
+        part = (a[:, start:stop].double() @ b[start:stop].double()).float()
+        total += part * (rows[:, i, None] * columns[:, i])
+    return total
+
+
+def _fp8_values(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None) -> Tensor:
+    """What scaled_mm makes of FP8 operands, in float32: all but the residual."""
+    added = 0.0 if bias is None else bias.float()
+    kind = scales_of(a.shape[0], b.shape[1], a.shape[1], scale_a, scale_b)
+    if kind:
+        return linear(_block_scaled(a, b, scale_a, scale_b, kind), added)
+    return scaled(_product(a, b), scale_a.reshape(-1, 1), scale_b.reshape(1, -1), added)
+
+
+def _gated(values: Tensor) -> Tensor:
+    """silu of the first half of values times the second half."""
+    half = values.shape[1] // 2
+    return FUNCTIONS["silu"](values[:, :half], 1.0) * values[:, half:]
 
 
 def _mm_fake(a: Tensor, b: Tensor, *rest: Any, **named: Any) -> Tensor:
@@ -301,12 +469,28 @@ _SCALED_MM_CASES: list[dict[str, Any]] = [
         "zero_point_a": Input((7, 1), torch.int32, high=128),
         "sum_b": Input((40,), torch.int32, high=2**13),
     },
+    {
+        "a": Input((5, 272), FP8[0]),
+        "b": Input((272, 136), FP8[0], transposed=True),
+        "scale_a": Input((5, 3), torch.float32, positive=True, transposed=True),
+        "scale_b": Input((2, 3), torch.float32, positive=True),
+        "residual": Input((5, 136)),
+    },
+    {
+        "a": Input((6, 130), FP8[0]),
+        "b": Input((130, 24), FP8[0], transposed=True),
+        "scale_a": Input((6, 2), torch.float8_e8m0fnu, positive=True),
+        "scale_b": Input((24, 2), torch.float8_e8m0fnu, positive=True),
+        "bias": Input((24,)),
+        "out_dtype": torch.float32,
+    },
 ]
 
 
 @op(
     "scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias=None, ScalarType? out_dtype=None, "
-    "bool use_fast_accum=True, Tensor? zero_point_a=None, Tensor? sum_b=None, str? kernel_name=None) -> Tensor",
+    "bool use_fast_accum=True, Tensor? zero_point_a=None, Tensor? sum_b=None, Tensor? residual=None, "
+    "str? kernel_name=None) -> Tensor",
     cases=_SCALED_MM_CASES,
     fake=_scaled_mm_fake,
     flops=_product_flops,
@@ -321,15 +505,17 @@ def _scaled_mm(
     use_fast_accum: bool = True,
     zero_point_a: Tensor | None = None,
     sum_b: Tensor | None = None,
+    residual: Tensor | None = None,
     kernel_name: str | None = None,
 ) -> Tensor:
     """`scaled_mm` as a torch op."""
-    dtype = check_scaled_mm(a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum, zero_point_a, sum_b, kernel_name)
-    rows = scale_a.reshape(-1, 1)  # of m elements, or of one
-    columns = scale_b.reshape(1, -1)
-    operands = (rows, columns, 0.0 if bias is None else bias.float())
+    dtype = check_scaled_mm(
+        a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum, zero_point_a, sum_b, residual, kernel_name
+    )
     if a.dtype != torch.int8:
-        return scaled(_product(a, b), *operands).to(dtype)
+        values = _fp8_values(a, b, scale_a, scale_b, bias)
+        return (values if residual is None else values + residual.float()).to(dtype)
+    operands = (scale_a.reshape(-1, 1), scale_b.reshape(1, -1), 0.0 if bias is None else bias.float())
     zero_points = 0 if zero_point_a is None else zero_point_a.reshape(-1, 1)
     return asymmetric(_product(a, b), *operands, zero_points, 0 if sum_b is None else sum_b).to(dtype)
 
@@ -341,11 +527,12 @@ def _scaled_mm_out_fake(out: Tensor, *rest: Any, **named: Any) -> None:
 @op(
     "scaled_mm_out(Tensor(a!) out, Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias=None, "
     "ScalarType? out_dtype=None, bool use_fast_accum=True, Tensor? zero_point_a=None, Tensor? sum_b=None, "
-    "str? kernel_name=None) -> ()",
+    "Tensor? residual=None, str? kernel_name=None) -> ()",
     cases=[
         {"out": Input((5, 24), torch.bfloat16), **_SCALED_MM_CASES[0]},
         {"out": Input((33, 67), torch.float32), **_SCALED_MM_CASES[1]},
         {"out": Input((7, 40), torch.bfloat16), **_SCALED_MM_CASES[2]},
+        {"out": Input((5, 136), torch.bfloat16), **_SCALED_MM_CASES[3]},
     ],
     fake=_scaled_mm_out_fake,
     bytes=lambda **arguments: nbytes(arguments),
@@ -362,15 +549,16 @@ def _scaled_mm_out(
     use_fast_accum: bool = True,
     zero_point_a: Tensor | None = None,
     sum_b: Tensor | None = None,
+    residual: Tensor | None = None,
     kernel_name: str | None = None,
 ) -> None:
     """`scaled_mm` into out, as a torch op."""
     dtype = check_scaled_mm(
-        a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum, zero_point_a, sum_b, kernel_name, out=out
+        a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum, zero_point_a, sum_b, residual, kernel_name, out=out
     )
     operands = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b, "bias": bias}
-    check_memory("scaled_mm", out, **operands, zero_point_a=zero_point_a, sum_b=sum_b)
-    out.copy_(_scaled_mm(a, b, scale_a, scale_b, bias, dtype, use_fast_accum, zero_point_a, sum_b))
+    check_memory("scaled_mm", out, **operands, zero_point_a=zero_point_a, sum_b=sum_b, residual=residual)
+    out.copy_(_scaled_mm(a, b, scale_a, scale_b, bias, dtype, use_fast_accum, zero_point_a, sum_b, residual))
 
 
 def scaled_mm(
@@ -385,6 +573,7 @@ def scaled_mm(
     *,
     zero_point_a: Tensor | None = None,
     sum_b: Tensor | None = None,
+    residual: Tensor | None = None,
     kernel: str | None = None,
 ) -> Tensor:
     """d = scale_a * (scale_b * (a @ b)) + bias, in float32 and rounded once: the product of two FP8 or INT8 matrices.
@@ -393,11 +582,12 @@ def scaled_mm(
     them e5m2, or both int8. A row-major b is refused: of a square one nobody could tell which was meant. Views' strides
     are read.
     scale_a, scale_b: float32 on the device, dequantizing (x ≈ q * scale): one element ([], [1] or [1, 1]), or (m,) or
-    (m, 1) for a and (n,), (1, n) or (n, 1) for b. bias: (n,), BF16, FP16 or FP32, added once.
+    (m, 1) for a and (n,), (1, n) or (n, 1) for b; or for each 128 k, see below. bias: (n,), BF16, FP16 or FP32, added
+    once.
     out_dtype: BF16 (the default, or the dtype of `out`), FP16 or FP32. out: (m, n), written in place and returned.
     use_fast_accum: the tensor core adds FP8 products with about 14 bits. True lets it add along all of k; False has its
     sums moved to float32 every 128 k, which halves the error at k = 4096 and costs some speed. INT8's sums are exact,
-    in int32, and this changes nothing.
+    in int32, and this changes nothing; nor where scales are for each 128 k, whose sums are moved anyway.
     zero_point_a, sum_b: of an a that was quantized asymmetrically, x ≈ (q - zero_point_a) * scale_a. Both int32, given
     together: zero_point_a of one element, or (m,) or (m, 1); sum_b (n,), the sums of b's columns, made once for a
     weight with `w.sum(1, dtype=torch.int32)`. In place of a @ b then stands a @ b - zero_point_a * sum_b. That is
@@ -405,9 +595,174 @@ def scaled_mm(
     not overflow, since k may be 2**16 at most (without them, 2**17 - 1); others are computed modulo 2**32.
     m, n and k may be 0; with k = 0, d is the bias. kernel: as in `mm`.
 
+    FP8 with a scale for each 128 k: scale_a is (m, ceil(k / 128)), as quantize_fp8 makes it with granularity "group",
+    and scale_b (ceil(n / 128), ceil(k / 128)), one for each 128 x 128 of the (n, k) weight (granularity "block"), or
+    (n, ceil(k / 128)), one for each 128 k of each column. What is left over at the end of n or k has a scale of its
+    own. Each may have any strides, and be float32, float8_e8m0fnu, or uint8, the same bytes: 2**(byte - 127), and NaN
+    for 255. E8M0 scales are always for each 128 k, also if that is all. Then
+        d[i, j] = sum over g of (a[i, g] @ b[g, j]) * (scale_a[i, g] * scale_b[j, g]) + bias[j] + residual[i, j]
+    where the product of 128 k is rounded to float32, and the sum is in float32 and in the order of g.
+    residual: (m, n), BF16, FP16 or FP32, of any strides, for such scales only. out may be the residual itself.
+
+    Raises ValueError or TypeError on a CPU, RuntimeError on CUDA, with the same sentences.
+    """
+    operands = (a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum, zero_point_a, sum_b, residual, kernel)
+    if out is None:
+        return _scaled_mm(*operands)
+    _scaled_mm_out(out, *operands)
+    return out
+
+
+def _silu_and_mul_fake(a: Tensor, b: Tensor, *rest: Any, **named: Any) -> Tensor:
+    dtype = check_scaled_mm_silu_and_mul(a, b, *rest, **named)
+    return a.new_empty((a.shape[0], b.shape[1] // 2), dtype=dtype)
+
+
+_FUSED_CASES: list[dict[str, Any]] = [
+    {**{name: _SCALED_MM_CASES[0][name] for name in ("a", "b", "scale_a", "scale_b")}, "bias": Input((24,))},
+    {name: _SCALED_MM_CASES[3][name] for name in ("a", "b", "scale_a", "scale_b")},
+    {name: _SCALED_MM_CASES[4][name] for name in ("a", "b", "scale_a", "scale_b", "bias")},
+]
+
+
+@op(
+    "scaled_mm_silu_and_mul(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias=None, "
+    "ScalarType? out_dtype=None, str? kernel_name=None) -> Tensor",
+    cases=[*_FUSED_CASES, {**_FUSED_CASES[1], "out_dtype": torch.float32}],
+    fake=_silu_and_mul_fake,
+    flops=_product_flops,
+)
+def _scaled_mm_silu_and_mul(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    kernel_name: str | None = None,
+) -> Tensor:
+    """`scaled_mm_silu_and_mul` as a torch op."""
+    dtype = check_scaled_mm_silu_and_mul(a, b, scale_a, scale_b, bias, out_dtype, kernel_name)
+    return _gated(_fp8_values(a, b, scale_a, scale_b, bias)).to(dtype)
+
+
+def _silu_and_mul_out_fake(out: Tensor, *rest: Any, **named: Any) -> None:
+    check_scaled_mm_silu_and_mul(*rest, **named, out=out)
+
+
+@op(
+    "scaled_mm_silu_and_mul_out(Tensor(a!) out, Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, "
+    "Tensor? bias=None, ScalarType? out_dtype=None, str? kernel_name=None) -> ()",
+    cases=[{"out": Input((case["a"].shape[0], case["b"].shape[1] // 2)), **case} for case in _FUSED_CASES],
+    fake=_silu_and_mul_out_fake,
+    bytes=lambda **arguments: nbytes(arguments),
+    flops=_product_flops,
+)
+def _scaled_mm_silu_and_mul_out(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    kernel_name: str | None = None,
+) -> None:
+    """`scaled_mm_silu_and_mul` into out, as a torch op."""
+    dtype = check_scaled_mm_silu_and_mul(a, b, scale_a, scale_b, bias, out_dtype, kernel_name, out=out)
+    check_memory("scaled_mm_silu_and_mul", out, a=a, b=b, scale_a=scale_a, scale_b=scale_b, bias=bias)
+    out.copy_(_scaled_mm_silu_and_mul(a, b, scale_a, scale_b, bias, dtype))
+
+
+def scaled_mm_silu_and_mul(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    *,
+    kernel: str | None = None,
+) -> Tensor:
+    """d = silu(g) * u, in float32 and rounded once, where [g, u] = scaled_mm(a, b, ...) in float32, with the bias.
+
+    b's first n / 2 columns are those of the gates g, the others those of u, so n is even; silu(x) = x / (1 + exp(-x)).
+    a, b: FP8. scale_a, scale_b: in every shape and dtype that scaled_mm takes, for each 128 k too. bias: (n,).
+    out_dtype, kernel: as in `scaled_mm`. out: (m, n / 2), written in place and returned. m, n and k may be 0; with
+    k = 0, g and u are the bias.
+
     Raises ValueError or TypeError on a CPU, RuntimeError on CUDA, with the same sentences.
     """
     if out is None:
-        return _scaled_mm(a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum, zero_point_a, sum_b, kernel)
-    _scaled_mm_out(out, a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum, zero_point_a, sum_b, kernel)
+        return _scaled_mm_silu_and_mul(a, b, scale_a, scale_b, bias, out_dtype, kernel)
+    _scaled_mm_silu_and_mul_out(out, a, b, scale_a, scale_b, bias, out_dtype, kernel)
     return out
+
+
+def _quant_fake(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    silu_and_mul: bool = False,
+    power_of_two_scale: bool = False,
+    kernel_name: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    columns = check_scaled_mm_quant(a, b, scale_a, scale_b, bias, silu_and_mul, power_of_two_scale, kernel_name)
+    q = a.new_empty((a.shape[0], columns), dtype=torch.float8_e4m3fn)
+    return q, columns_of_scales((a.shape[0],), -(-columns // BLOCK), a.device)
+
+
+@op(
+    "scaled_mm_quant(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias=None, bool silu_and_mul=False, "
+    "bool power_of_two_scale=False, str? kernel_name=None) -> (Tensor, Tensor)",
+    cases=[
+        *_FUSED_CASES,
+        {**_FUSED_CASES[1], "silu_and_mul": True},
+        {**_FUSED_CASES[2], "silu_and_mul": True, "power_of_two_scale": True},
+    ],
+    fake=_quant_fake,
+    flops=_product_flops,
+)
+def _scaled_mm_quant(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    silu_and_mul: bool = False,
+    power_of_two_scale: bool = False,
+    kernel_name: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`scaled_mm_quant` as a torch op."""
+    check_scaled_mm_quant(a, b, scale_a, scale_b, bias, silu_and_mul, power_of_two_scale, kernel_name)
+    values = _fp8_values(a, b, scale_a, scale_b, bias)
+    values = _gated(values) if silu_and_mul else values
+    return quantize_rows(values, torch.float8_e4m3fn, None, "group", power_of_two_scale=power_of_two_scale)
+
+
+def scaled_mm_quant(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    *,
+    silu_and_mul: bool = False,
+    power_of_two_scale: bool = False,
+    kernel: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What scaled_mm or, with silu_and_mul, scaled_mm_silu_and_mul computes, quantized before it is rounded.
+
+    Returns e4m3 codes q (m, n), or (m, n / 2) with silu_and_mul, and their scale, one for each 128 of a row: from the
+    float32 values, as quantize_fp8 makes them with granularity "group". So the next scaled_mm takes the two as its a
+    and scale_a. power_of_two_scale: the scale is rounded up to a power of two, still as float32.
+
+    a, b: FP8. scale_a, scale_b, bias, kernel: as in `scaled_mm`, the scales in each of their shapes and dtypes. m, n
+    and k may be 0.
+
+    Raises ValueError or TypeError on a CPU, RuntimeError on CUDA, with the same sentences.
+    """
+    return _scaled_mm_quant(a, b, scale_a, scale_b, bias, silu_and_mul, power_of_two_scale, kernel)

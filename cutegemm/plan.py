@@ -15,14 +15,14 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cache
-from math import ceil
+from math import ceil, log2, prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from . import gemm
-from .variants import KERNELS, AnyShape, Choice, Decode, Kernel, Options, Tile, Tiles
+from .variants import KERNELS, AnyShape, Blockwise, Choice, Decode, Kernel, Options, Tile, Tiles
 
 # Where the plan of a shape that was not measured may change kernels.
 # fmt: off
@@ -44,7 +44,8 @@ DTYPES = {
     torch.float8_e5m2: "e5m2",
     torch.int8: "int8",
 }
-TUNED_BY = ("op", "a", "b", "d", "fast_accum", "n", "k")  # what the table tells problems apart by, with m
+SCALES = ("", "block", "group")  # in the order of csrc/dispatch.cpp's Scales
+TUNED_BY = ("op", "a", "b", "d", "fast_accum", "scales", "n", "k")  # what the table tells problems apart by, with m
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "e4m3": 1, "e5m2": 1, "int8": 1, "int32": 4}
 
 
@@ -64,7 +65,9 @@ class Problem:
     n: int
     k: int
     layout: str = "tn"  # of a and b, see variants.Gemm; "" where neither dimension of an operand is contiguous
-    fast_accum: bool = False  # never of INT8, whose sums are exact
+    fast_accum: bool = False  # never of INT8, whose sums are exact, nor with scales for blocks of k
+    scales: str = ""  # for blocks of 128 k: "block" of 128 columns of b, or "group", of each column; "": for all of k
+    gated: bool = False  # d is silu of the first half of the columns times the second
     aligned: bool = True  # the operands' addresses and leading strides are multiples of 16 bytes, as TMA asks
     aligned_out: bool = True  # so are the output's, and the length of its rows: TMA stores whole pieces of 16 bytes
 
@@ -74,7 +77,9 @@ class Problem:
     def takes(self, kernel: Kernel, m: int) -> bool:
         """Whether the kernel may be launched for the problem with m rows."""
         gemm, tile = kernel.gemm, kernel.tile
-        if self.op != gemm.op:
+        if self.op != gemm.op or bool(self.scales) != bool(gemm.scales):
+            return False
+        if (self.gated or self.d == "e4m3") and not isinstance(tile, Blockwise):
             return False
         if isinstance(tile, AnyShape):
             return (self.a, self.b) == (gemm.a, gemm.b) or (gemm.a == "fp8" and {self.a, self.b} <= {"e4m3", "e5m2"})
@@ -82,10 +87,16 @@ class Problem:
             return False
         if isinstance(tile, Decode):
             return m <= tile.tokens
+        if isinstance(tile, Blockwise):
+            return (tile.columns, tile.gated) == (self.scales == "group", self.gated) and self._fits_output(tile)
         # A kernel that promotes its partial sums is right, only slower, where fast accumulation is allowed.
         if gemm.fast_accum and not self.fast_accum:
             return False
         return self.n % 4 == 0 if tile.split else self.d == gemm.d and self.aligned_out
+
+    def _fits_output(self, tile: Blockwise) -> bool:
+        """A tile has the 128 columns of a fresh scale; gates and what is gated start at whole chunks of 64."""
+        return (self.d != "e4m3" or tile.width == 128) and (not self.gated or self.n % 128 == 0)
 
 
 def candidates(problem: Problem, m: int) -> list[Choice]:
@@ -104,6 +115,8 @@ def _fits(tile: Tiles, m: int) -> bool:
     if isinstance(tile, Tile):
         tile_m = tile.n if tile.swap else tile.m
         return tile_m <= max(64, 4 * m) and (m <= 8 * tile_m or tile_m >= 128)
+    if isinstance(tile, Blockwise):
+        return m > 32 and tile.m < 2 * m
     return isinstance(tile, Decode) and (m > tile.tokens // 2 or tile.tokens == 8)
 
 
@@ -117,6 +130,12 @@ def _options(problem: Problem, tile: Tiles, m: int) -> list[Options]:
                     options += [Options(split, rows=rows), Options(split, rows=rows, prefetch=64)]
                     options.append(Options(split, rows=rows, no_chain=1))
         return options
+    if isinstance(tile, Blockwise):
+        rows, columns = _blocks(problem, tile, m)
+        if rows * columns <= CLUSTERS[prod(tile.cluster)]:
+            splits = [s for s, clusters in CLUSTERS.items() if rows * columns <= clusters and problem.k >= s * 512]
+            return [Options(split=s) for s in splits if s == 1 or (tile.splits and problem.d != "e4m3")] or [Options()]
+        return [Options(swizzle=s) for s in (1, 2, 4, 8, 16) if s <= rows]
     if isinstance(tile, Tile):
         if tile.split:
             splits = [s for s in (2, 3, 4, 6, 8) if k_bytes % (16 * s) == 0 and k_bytes >= s * 512]
@@ -138,6 +157,11 @@ def _even_rows(n: int, clusters: int) -> int:
     return ceil(n / (clusters * rounds) / 8) * 8
 
 
+def _blocks(problem: Problem, tile: Blockwise, m: int) -> tuple[int, int]:
+    """Of clusters' tiles, along m and along n."""
+    return ceil(m / (tile.m * tile.cluster[0])), ceil(problem.n / (tile.n * tile.cluster[1]))
+
+
 def _grid(problem: Problem, tile: Tile, m: int) -> tuple[int, int]:
     tile_m, tile_n = (tile.n, tile.m) if tile.swap else (tile.m, tile.n)
     return ceil(m / tile_m), ceil(problem.n / tile_n)
@@ -147,7 +171,8 @@ def cost(problem: Problem, choice: Choice, m: int) -> float:
     """Modelled µs on an H200: launch, and the slowest of memory, L2 and the tensor cores.
 
     The constants are fits to tuned/NVIDIA_H200.json. They are there to rank kernels: on the 300 problems in BF16 and
-    FP8 of that table the first of the ranking is 2 % slower than the fastest kernel in geometric mean.
+    FP8 of that table the first of the ranking is 2 % slower than the fastest kernel in geometric mean, on the 132 with
+    scales for blocks, too.
     """
     tile = KERNELS[choice.kernel].tile
     n, k, width = problem.n, problem.k, BYTES[problem.a]
@@ -174,7 +199,25 @@ def cost(problem: Problem, choice: Choice, m: int) -> float:
         rounds = ceil(tiles / clusters)
         exchange = rounds * (0.97 + 0.033 * tile.tokens) if split > 1 else 0.0
         own = max(rows * 256 / SM_STREAM, 0.19 + 0.0024 * tile.tokens)
-        return start + exchange + max(streams, rounds * stages * own)
+        scaling = 0.044 * tile.tokens if problem.scales else 0.0  # each 128 k
+        return start + exchange + scaling + max(streams, rounds * stages * own)
+
+    if isinstance(tile, Blockwise):
+        rows, columns = _blocks(problem, tile, m)
+        waves = ceil(rows * columns / CLUSTERS[prod(tile.cluster) * split])
+        # A stage takes what its operands need to come, its MMAs and sums, or at least the way of an MMA and a barrier.
+        elements = tile.m * tile.n / 128**2
+        stage = max(
+            0.27,
+            (tile.m + tile.n) * 128 / 7.9e4,
+            elements * (0.68 if tile.m == 64 else 0.45 if elements <= 1 else 0.42),
+        )
+        work = waves * (ceil(ceil(k / 128) / split) * stage + 0.52 * elements)
+        adding = 3.7 + 1.9 * elements if split > 1 else 0.0
+        # Bands of some 724 rows find most of what they read in L2.
+        band = max(1, choice.options.swizzle) * tile.m * tile.cluster[0]
+        apart = 1 + 0.04 * abs(log2(band / 724)) if waves > 1 else 1.0
+        return 1.05 + adding + max(1.03 * memory, work) * apart
 
     # In the MMA's terms: tiles along its sides, and what of its operands a cluster's CTAs read from L2 for each other.
     along_m, along_n = _grid(problem, tile, m)[:: -1 if tile.swap else 1]
@@ -201,7 +244,7 @@ def _table(device: str) -> dict[tuple[Any, ...], dict[int, list[Choice]]]:
     table: dict[tuple[Any, ...], dict[int, list[Choice]]] = {}
     names = {f.name for f in fields(Options)}
     for row in json.loads(path.read_text())["rows"]:
-        key = tuple(row[name] for name in TUNED_BY)
+        key = tuple(row.get(name, "") for name in TUNED_BY)
         table.setdefault(key, {})[row["m"]] = [
             Choice(best["kernel"], Options(**{name: best[name] for name in names if name in best}))
             for best in row["best"]
@@ -247,11 +290,13 @@ def explain(
     dtype: torch.dtype | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     use_fast_accum: bool = True,
+    scales: str = "",
     device: str = H200,
 ) -> str:
     """The plan of `op` ("mm" or "scaled_mm") for a weight of n rows and k columns, as text; with m, the row it takes.
 
-    dtype: of a and b; by default BF16 for mm and e4m3 for scaled_mm, which also takes int8.
+    dtype: of a and b; by default BF16 for mm and e4m3 for scaled_mm, which also takes int8. scales: "block" if each
+    1 x 128 of a and 128 x 128 of the weight have a scale, "group" if each 1 x 128 of both has; of FP8.
     """
     if op not in ("mm", "scaled_mm"):
         raise ValueError(f"explain: op is {op!r}; it must be 'mm' or 'scaled_mm'")
@@ -265,14 +310,19 @@ def explain(
     ):
         if given not in known:
             raise ValueError(f"explain: {name} is {given}; it must be {', '.join(map(str, known))}")
+    if scales not in SCALES or (scales and dtype not in gemm.FP8):
+        allowed = ", ".join(map(repr, SCALES if dtype in gemm.FP8 else SCALES[:1]))
+        raise ValueError(f"explain: scales is {scales!r}; for {op} of {dtype} it must be {allowed}")
     operand = DTYPES[dtype]
     problem = Problem(
-        op, operand, operand, DTYPES[out_dtype], n, k, fast_accum=use_fast_accum and dtype in gemm.FP8,
+        op, operand, operand, DTYPES[out_dtype], n, k,
+        fast_accum=use_fast_accum and dtype in gemm.FP8 and not scales, scales=scales,
         aligned=k * BYTES[operand] % 16 == 0, aligned_out=n * BYTES[DTYPES[out_dtype]] % 16 == 0,
     )  # fmt: skip
     measured = sorted(_tuned(problem, device))
     lines = [
-        f"{op} of {operand} to {problem.d}, n = {n}, k = {k} on {device}: "
+        f"{op} of {operand} to {problem.d}{f' with scales for each {scales}' * bool(scales)}, "
+        f"n = {n}, k = {k} on {device}: "
         + (f"measured at m = {', '.join(map(str, measured))}" if measured else "by the cost model")
     ]
     lower = 1
@@ -296,12 +346,13 @@ class _Tensor(ctypes.Structure):
     ]
 
 
-_TENSORS = ("a", "b", "scale_a", "scale_b", "bias", "zero_point_a", "sum_b", "out")
+_TENSORS = ("a", "b", "scale_a", "scale_b", "bias", "zero_point_a", "sum_b", "residual", "out")
 
 
 class _Request(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int32) for name in ("scaled", "out_dtype", "fast_accum")),
+        ("op", ctypes.c_char_p),
+        *((name, ctypes.c_int32) for name in ("scaled", "out_dtype", "fast_accum", "gated", "quantized")),
         *((name, ctypes.c_int32) for name in ("aligned_operands", "aligned_out", "device")),
         *((name, _Tensor) for name in _TENSORS),
         ("kernel", ctypes.c_char_p),
@@ -319,10 +370,13 @@ class _Row(ctypes.Structure):
 # Torch's ScalarType numbers: they are part of its serialization format and do not change.
 _SCALAR_TYPES = {
     0: torch.uint8, 1: torch.int8, 2: torch.int16, 3: torch.int32, 4: torch.int64, 5: torch.float16, 6: torch.float32,
-    7: torch.float64, 9: torch.complex64, 10: torch.complex128, 11: torch.bool, 15: torch.bfloat16,
+    7: torch.float64, 8: torch.complex32, 9: torch.complex64, 10: torch.complex128, 11: torch.bool, 15: torch.bfloat16,
     23: torch.float8_e5m2, 24: torch.float8_e4m3fn, 25: torch.float8_e5m2fnuz, 26: torch.float8_e4m3fnuz,
+    27: torch.uint16, 28: torch.uint32, 29: torch.uint64, 44: torch.float8_e8m0fnu, 45: torch.float4_e2m1fn_x2,
 }  # fmt: skip
-_KERNEL_TYPES = {"": 0, "fp32": 1, "bf16": 2, "fp16": 3, "e4m3": 4, "e5m2": 5, "int8": 6, "int32": 7}
+_KERNEL_TYPES = {
+    "": 0, "fp32": 1, "bf16": 2, "fp16": 3, "e4m3": 4, "e5m2": 5, "int8": 6, "int32": 7, "e8m0": 8,
+}  # fmt: skip
 
 
 class _Described:
@@ -349,7 +403,7 @@ def _letter(unit_k: bool, unit_row: bool, if_k: str, if_row: str) -> str:
     return if_k if unit_k else if_row if unit_row else ""
 
 
-def _problem(request: _Request, a: Any, b: Any, dtype: torch.dtype) -> tuple[Problem, int]:
+def _problem(request: _Request, a: Any, b: Any, dtype: torch.dtype, scales: str = "") -> tuple[Problem, int]:
     """The request as a Problem, and the layout's number in the dispatcher's key."""
     (m, k), n = a.shape, b.shape[1]
     a_letter = _letter(a.stride(1) == 1 or k == 1, a.stride(0) == 1 or m == 1, "t", "n")
@@ -359,11 +413,13 @@ def _problem(request: _Request, a: Any, b: Any, dtype: torch.dtype) -> tuple[Pro
         "scaled_mm" if request.scaled else "mm",
         DTYPES[a.dtype],
         DTYPES[b.dtype],
-        DTYPES[dtype],
+        "e4m3" if request.quantized else DTYPES[dtype],
         n,
         k,
         a_letter + b_letter if a_letter and b_letter else "",
         bool(request.fast_accum),
+        scales,
+        bool(request.gated),
         bool(request.aligned_operands),
         bool(request.aligned_out),
     )
@@ -379,16 +435,22 @@ def _answer(request: _Request) -> None:
     described = {
         name: _Described(getattr(request, name)) if getattr(request, name).present else None for name in _TENSORS
     }
-    a, b, scale_a, scale_b, bias, zero_point_a, sum_b, out = described.values()
+    a, b, scale_a, scale_b, bias, zero_point_a, sum_b, residual, out = described.values()
     asked: Any = (
         None if request.out_dtype < 0 else _SCALAR_TYPES.get(request.out_dtype, f"ScalarType {request.out_dtype}")
     )
     kernel = None if request.kernel is None else request.kernel.decode()
-    op = "scaled_mm" if request.scaled else "mm"
-    if request.scaled:
+    op = request.op.decode()
+    if op == "scaled_mm_quant":
+        dtype = torch.float32
+        gemm.check_scaled_mm_quant(a, b, scale_a, scale_b, bias, bool(request.gated), False, kernel)
+    elif op == "scaled_mm_silu_and_mul":
+        dtype = gemm.check_scaled_mm_silu_and_mul(a, b, scale_a, scale_b, bias, asked, kernel, out=out)
+    elif op == "scaled_mm":
         dtype = gemm.check_scaled_mm(
-            a, b, scale_a, scale_b, bias, asked, bool(request.fast_accum), zero_point_a, sum_b, kernel, out=out
-        )
+            a, b, scale_a, scale_b, bias, asked, bool(request.fast_accum), zero_point_a, sum_b, residual, kernel,
+            out=out,
+        )  # fmt: skip
     else:
         dtype = gemm.check_mm(a, b, bias, asked, kernel, out=out)
     gemm.check_memory(op, **described)
@@ -401,7 +463,10 @@ def _answer(request: _Request) -> None:
     m = a.shape[0]
     if m == 0 or b.shape[1] == 0:
         return
-    problem, layout = _problem(request, a, b, dtype)
+    scales = ""
+    if request.scaled and a.dtype != torch.int8:
+        scales = gemm.scales_of(m, b.shape[1], b.shape[0], scale_a, scale_b, residual is not None)
+    problem, layout = _problem(request, a, b, dtype, scales)
     if kernel is None:
         rows = plan(problem, torch.cuda.get_device_name(request.device))
     else:
@@ -418,7 +483,7 @@ def _answer(request: _Request) -> None:
         options = [getattr(row.choice.options, f.name) for f in fields(Options)]
         to.m_limit, to.kernel, to.options = row.m_limit, row.choice.kernel.encode(), _Options(*options)
     codes = (_KERNEL_TYPES[name] for name in (problem.a, problem.b, problem.d))
-    _dispatcher.cutegemm_add_plan(ctypes.byref(request), c_rows, len(rows), layout, *codes)
+    _dispatcher.cutegemm_add_plan(ctypes.byref(request), c_rows, len(rows), layout, SCALES.index(scales), *codes)
     _open(next(row.choice.kernel for row in rows if m <= row.m_limit))
 
 

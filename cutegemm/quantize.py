@@ -96,7 +96,7 @@ def _scale_shape(leading: tuple[int, ...], k: int, granularity: str, group_size:
     return (*leading[:-1], -(-leading[-1] // BLOCK), -(-k // BLOCK))
 
 
-def _columns_of_scales(leading: tuple[int, ...], groups: int, device: torch.device) -> Tensor:
+def columns_of_scales(leading: tuple[int, ...], groups: int, device: torch.device) -> Tensor:
     """(*leading, groups), a group's scales side by side, and as many in memory as 16 bytes hold whole."""
     rows = math.prod(leading)
     if not rows:
@@ -166,7 +166,7 @@ def quantize_rows(
         q = torch.where(scaled.isnan(), torch.nan, scaled.clamp(-E4M3_MAX, E4M3_MAX)).to(dtype)
     out = torch.empty(shape, dtype=torch.float32, device=x.device)
     if granularity == "group" and column_major_scale:
-        out = _columns_of_scales(leading, shape[-1], x.device)
+        out = columns_of_scales(leading, shape[-1], x.device)
     return q.contiguous(), out.copy_(scale)
 
 

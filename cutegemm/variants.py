@@ -49,6 +49,35 @@ class Decode:
 
 
 @dataclass(frozen=True)
+class Blockwise:
+    """csrc/gemm_blockwise.cuh, for scales of 128 k each: tiles of m rows of a and n rows of the weight.
+
+    cluster: so many tiles along m and n, which share the operands' loads. columns: b has a scale for each column, in
+    place of one for 128. gated: d is silu of the first half of its columns times the second, and a tile has n / 2
+    columns of each. Where cluster is one tile and not gated, a cluster may have parts of k of it: see Options.split.
+    """
+
+    m: int
+    n: int
+    cluster: tuple[int, int] = (1, 1)
+    columns: bool = False
+    gated: bool = False
+
+    @property
+    def splits(self) -> bool:
+        return self.cluster == (1, 1) and not self.gated
+
+    @property
+    def width(self) -> int:
+        """Of d."""
+        return self.n // 2 if self.gated else self.n
+
+    def __str__(self) -> str:
+        name = f"{self.m}x{self.n}x128_{self.cluster[0]}x{self.cluster[1]}"
+        return name + "_columns" * self.columns + "_gated" * self.gated
+
+
+@dataclass(frozen=True)
 class AnyShape:
     """csrc/gemm_any.cuh: every size, stride and alignment, at mma.sync's speed."""
 
@@ -56,7 +85,7 @@ class AnyShape:
         return "any"
 
 
-Tiles = Tile | Decode | AnyShape
+Tiles = Tile | Decode | Blockwise | AnyShape
 
 
 @dataclass(frozen=True)
@@ -65,7 +94,8 @@ class Gemm:
 
     `a`, `b`, `d` are types by name; a kernel with `d` empty takes every type of d at launch. `layout` is BLAS's: a
     letter for a and one for b, t for row-major and n for column-major. "tn", the default, is a row-major a and the
-    transposed view `w.t()` of a row-major weight.
+    transposed view `w.t()` of a row-major weight. scales: "block" if each 128 k have scales of their own, which are
+    then no operands of the epilogue.
     """
 
     op: str
@@ -76,6 +106,7 @@ class Gemm:
     tiles: tuple[Tiles, ...]
     layout: str = "tn"
     fast_accum: bool = False
+    scales: str = ""
 
     def __post_init__(self) -> None:
         if len(set(self.tiles)) != len(self.tiles):
@@ -99,12 +130,34 @@ class Kernel:
     @cached_property
     def name(self) -> str:
         gemm = self.gemm
-        parts = [gemm.op, gemm.a, gemm.b, gemm.d, gemm.layout.replace("tn", ""), "fast" * gemm.fast_accum]
+        parts = [gemm.op, gemm.a, gemm.b, gemm.d, gemm.layout.replace("tn", ""), "fast" * gemm.fast_accum, gemm.scales]
         return "_".join([part for part in parts if part] + [str(self.tile)])
 
 
 ANY = (AnyShape(),)
 DECODE = (Decode(8), Decode(16), Decode(32))
+BLOCKWISE = (
+    Blockwise(256, 128, (1, 2)),
+    Blockwise(128, 192, (2, 1)),
+    Blockwise(128, 192),
+    Blockwise(128, 128, (2, 1)),
+    Blockwise(128, 128),
+    Blockwise(128, 96, (1, 2)),
+    Blockwise(128, 96),
+    Blockwise(128, 64, (1, 2)),
+    Blockwise(128, 64),
+    Blockwise(128, 48, (1, 2)),
+    Blockwise(64, 192),
+    Blockwise(64, 128),
+    Blockwise(64, 96),
+    Blockwise(64, 64, (1, 2)),
+    Blockwise(64, 64),
+    Blockwise(64, 48, (1, 2)),
+    Blockwise(64, 32, (1, 2)),
+    Blockwise(128, 64, columns=True),
+    Blockwise(128, 256, (2, 1), gated=True),
+    Blockwise(64, 256, gated=True),
+)
 
 # Up to 256 tokens what counts is that the tiles fill the 132 multiprocessors once, and no second wave starts for a few
 # of them: hence widths like 96, 112 and 144, which divide the usual n into just under 132 parts. A pair of CTAs along
@@ -240,7 +293,14 @@ def _mm() -> list[Gemm]:
     return gemms
 
 
-GEMMS: tuple[Gemm, ...] = (*_scaled_mm(), *_scaled_mm_int8(), *_mm())
+def _scaled_mm_block() -> list[Gemm]:
+    def gemm(operand: str, *tiles: Tiles) -> Gemm:
+        return Gemm("scaled_mm", operand, operand, "", "residual", tiles, scales="block")
+
+    return [gemm("e4m3", *BLOCKWISE), gemm("e4m3", *DECODE, Decode(64)), gemm("fp8", *ANY)]
+
+
+GEMMS: tuple[Gemm, ...] = (*_scaled_mm(), *_scaled_mm_block(), *_scaled_mm_int8(), *_mm())
 KERNELS: dict[str, Kernel] = {}
 for _gemm in GEMMS:
     for _tile in _gemm.tiles:
@@ -257,6 +317,9 @@ FAMILIES: dict[str, str] = {
     "universal_split": "scaled_mm_e4m3_e4m3_fast_64x64x256_1x1_pingpong_swap_split",
     "decode": "scaled_mm_e4m3_e4m3_decode8",
     "any": "mm_bf16_bf16_any",
+    "blockwise": "scaled_mm_e4m3_e4m3_block_128x128x128_2x1",
+    "decode_block": "scaled_mm_e4m3_e4m3_block_decode16",
+    "any_block": "scaled_mm_fp8_fp8_block_any",
     "universal_int8": "scaled_mm_int8_int8_bf16_64x64x256_1x1_pingpong_swap",
     "universal_split_int8": "scaled_mm_int8_int8_128x128x128_2x1_pingpong_split",
     "decode_int8": "scaled_mm_int8_int8_decode16",

@@ -13,13 +13,14 @@ from typing import NamedTuple
 
 from .asymmetric import asymmetric
 from .linear import linear
+from .residual import residual
 from .scaled import scaled
 
-__all__ = ["EPILOGUES", "OPERANDS", "Operand", "asymmetric", "linear", "scaled"]
+__all__ = ["EPILOGUES", "OPERANDS", "Operand", "asymmetric", "linear", "residual", "scaled"]
 
 
 class Operand(NamedTuple):
-    along: str  # "m" or "n"
+    along: str  # "m" or "n", or "mn" for an operand of the output's shape
     absent: float | int  # of the operand's own type
 
 
@@ -27,8 +28,9 @@ OPERANDS = {
     "scale_a": Operand("m", 1.0),
     "scale_b": Operand("n", 1.0),
     "bias": Operand("n", 0.0),
+    "residual": Operand("mn", 0.0),
     "zero_point_a": Operand("m", 0),
     "sum_b": Operand("n", 0),
 }
 
-EPILOGUES = {"asymmetric": asymmetric, "linear": linear, "scaled": scaled}
+EPILOGUES = {"asymmetric": asymmetric, "linear": linear, "residual": residual, "scaled": scaled}

@@ -17,7 +17,7 @@ import pytest
 from cutegemm import library
 from cutegemm.epilogues import EPILOGUES, OPERANDS
 from cutegemm.tools import emit
-from cutegemm.variants import FAMILIES, GEMMS, KERNELS, AnyShape, Decode, Kernel, Tile
+from cutegemm.variants import FAMILIES, GEMMS, KERNELS, AnyShape, Blockwise, Decode, Kernel, Tile
 
 WHOLE = [name for name, kernel in KERNELS.items() if isinstance(kernel.tile, Tile) and not kernel.tile.split]
 
@@ -108,6 +108,14 @@ def test_unknown_kernel() -> None:
 # What a file holds
 
 
+HEADERS = {
+    Tile: "gemm_universal.cuh",
+    Decode: "decode.cuh",
+    Blockwise: "gemm_blockwise.cuh",
+    AnyShape: "gemm_any.cuh",
+}
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_file_is_whole(name: str) -> None:
     text, tile = emit.source(name), KERNELS[name].tile
@@ -116,7 +124,7 @@ def test_a_file_is_whole(name: str) -> None:
     assert text.count("{") == text.count("}") and text.count("<") == text.count(">")
     (header,) = re.findall(r'#include "(.*)"', text)
     assert (library.csrc() / header).exists()
-    assert header == {Tile: "gemm_universal.cuh", Decode: "decode.cuh", AnyShape: "gemm_any.cuh"}[type(tile)]
+    assert header == HEADERS[type(tile)]
     assert re.findall(r'CUTEGEMM_KERNEL_FILE\("(.*?)"', text) == [name]
     assert f"// epilogues/{KERNELS[name].gemm.epilogue}.py\n" in text
 
@@ -178,15 +186,15 @@ def values_of(epilogue: str) -> dict[str, float]:
 def test_formula_is_the_function(epilogue: str) -> None:
     values, text = values_of(epilogue), emit.formula(epilogue, ACCUMULATORS[epilogue])
     (expression,) = re.findall(r"return (\(.*\));", text)
-    sides = {"m": SimpleNamespace(), "n": SimpleNamespace()}
+    sides = {side: SimpleNamespace() for side in ("row", "column", "element")}
     for name, value in values.items():
-        setattr(sides[OPERANDS[name].along], name, value)
-        side = "row" if OPERANDS[name].along == "m" else "column"
-        (body,) = re.findall(
-            rf" {side}\(const cutegemm_call& call, int {OPERANDS[name].along}\) \{{(.*?)\}}\n", text, re.DOTALL
-        )
-        assert f"cutegemm::load(call.{name}, {OPERANDS[name].along}, {literal(name)})" in body
-    found = eval(expression, {"accum": 3.0, "row": sides["m"], "column": sides["n"]})
+        along = OPERANDS[name].along
+        side = {"m": "row", "n": "column", "mn": "element"}[along]
+        setattr(sides[side], name, value)
+        place = ", ".join(f"int {each}" for each in along)
+        (body,) = re.findall(rf" {side}\(const cutegemm_call& call, {place}\) \{{(.*?)\}}\n", text, re.DOTALL)
+        assert f"cutegemm::load(call.{name}, {', '.join(along)}, {literal(name)})" in body
+    found = eval(expression, {"accum": 3.0, **sides})
     assert found == EPILOGUES[epilogue](3.0, **values)
 
 

@@ -877,7 +877,10 @@ def test_compiles_once_for_every_m(device: str, types: Any, with_out: bool) -> N
             assert counter.frame_count == 1, f"compiled again for m = {m}"
 
 
-# Every kernel by its name
+# Every kernel by its name. Those for blocks of k are in test_gemm_blockwise.py.
+
+
+NAMES = [name for name, kernel in KERNELS.items() if not kernel.gemm.scales]
 
 
 def dtypes_of(kernel: Kernel) -> tuple[torch.dtype, torch.dtype]:
@@ -952,7 +955,7 @@ def places_of(kernel: Kernel, m: int, n: int, dtype: torch.dtype) -> dict[str, t
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_kernel_is_exact(name: str) -> None:
     kernel = KERNELS[name]
     for i, (m, n, k, options) in enumerate(sizes_of(kernel)):
@@ -991,7 +994,7 @@ def int8_bound(product: Product, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_kernel_keeps_its_bound_and_its_bits(name: str) -> None:
     """With outliers, zeros and denormals."""
     kernel, tile = KERNELS[name], KERNELS[name].tile
@@ -1019,7 +1022,7 @@ def test_kernel_keeps_its_bound_and_its_bits(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_kernel_error_over_a_long_k(name: str) -> None:
     kernel, tile = KERNELS[name], KERNELS[name].tile
     m, n, k = tile.tokens if isinstance(tile, Decode) else 96, 256, 4096
@@ -1056,7 +1059,7 @@ def with_split(kernel: Kernel, split: int) -> str:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_operands_written_just_before(name: str) -> None:
     kernel = KERNELS[name]
     choice, dtype = with_split(kernel, 4), outputs_of(kernel)[0]
@@ -1139,7 +1142,7 @@ def test_chain_through_two_buffers(name: str | None) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [*FAMILIES.values(), None])
+@pytest.mark.parametrize("name", [*(name for name in FAMILIES.values() if name in NAMES), None])
 def test_stream_of_the_caller(name: str | None) -> None:
     kernel = KERNELS[name or "mm_bf16_bf16_decode8"]
     source, product = make_for(kernel, 7, 264, 512), make_for(kernel, 7, 264, 512, seed=1)
@@ -1156,7 +1159,7 @@ def test_stream_of_the_caller(name: str | None) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_graph_replays_on_changed_inputs(name: str) -> None:
     kernel = KERNELS[name]
     choice, dtype = with_split(kernel, 4), outputs_of(kernel)[-1]

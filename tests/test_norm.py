@@ -358,6 +358,7 @@ def every_op(device: str) -> list[Tensor]:
 X, W = torch.ones(4, 8), torch.ones(8)
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("rms_norm", {"x": X.double()}, "x is torch.float64; it must be torch.bfloat16, torch.float16 or torch.float32"),
+    ("rms_norm", {"x": X.to(torch.float8_e8m0fnu)}, "x is torch.float8_e8m0fnu; it must be torch.bfloat16"),
     ("rms_norm", {"x": torch.tensor(1.0)}, "x has no dimension; it must have at least one"),
     ("rms_norm", {"x": X, "weight": W[:7]}, "weight is [7]; it must be [8], as a row of x"),
     (
@@ -370,6 +371,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("fused_add_rms_norm", {"x": X, "residual": X[:, :4]}, "residual is [4, 4]; it must be the shape of x, [4, 8]"),
     ("fused_add_rms_norm_", {"x": X, "residual": X.half()}, "residual is torch.float16; it must be the dtype"),
     ("rms_norm_quant", {"x": X, "dtype": torch.uint8}, "dtype is torch.uint8; it must be torch.float8_e4m3fn or"),
+    ("rms_norm_quant", {"x": X, "dtype": torch.float8_e8m0fnu}, "dtype is torch.float8_e8m0fnu; it must be"),
     ("rms_norm_quant", {"x": X, "granularity": "tensor"}, "scale is None; for granularity 'tensor' it must be given"),
     (
         "rms_norm_quant",

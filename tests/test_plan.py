@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from cutegemm import explain, gemm, library, plan
 from cutegemm.plan import NO_LIMIT, Choice, Options, Problem, candidates, choose
-from cutegemm.variants import KERNELS, AnyShape, Decode
+from cutegemm.variants import KERNELS, AnyShape, Blockwise, Decode
 
 PAIRS = {
     "mm": [("bf16", "bf16"), ("fp16", "fp16")],
@@ -34,7 +35,10 @@ def kinds() -> Iterator[dict[str, Any]]:
         names = ("op", "a", "b", "d", "layout", "fast_accum", "aligned", "aligned_out")
         flags = itertools.product(("bf16", "fp16", "fp32"), layouts, fast, (False, True), (False, True))
         for pair, rest in itertools.product(pairs, flags):
-            yield dict(zip(names, (op, *pair, *rest), strict=True))
+            kind = dict(zip(names, (op, *pair, *rest), strict=True))
+            yield kind
+            if op == "scaled_mm" and pair != ("int8", "int8") and not kind["fast_accum"]:
+                yield from (kind | {"scales": scales} for scales in ("block", "group"))
 
 
 KINDS = list(kinds())
@@ -107,18 +111,32 @@ def test_parts_of_k_are_whole_pieces_of_16_bytes(k: int) -> None:
         problem = Problem(n=n, k=k, **kind)
         for choice in candidates(problem, m):
             kernel, split = KERNELS[choice.kernel], choice.options.split
-            if isinstance(kernel.tile, Decode):
+            if isinstance(kernel.tile, (Decode, Blockwise)):
                 assert split in (0, 1, 2, 4, 8)
             elif split > 1:
                 assert k % split == 0 and k // split * plan.BYTES[problem.a] % 16 == 0
 
 
+@pytest.mark.parametrize(("d", "gated"), [("bf16", True), ("fp32", True), ("e4m3", True), ("e4m3", False)])
+def test_fused_forms_have_kernels_of_their_own(d: str, gated: bool) -> None:
+    problem = Problem("scaled_mm", "e4m3", "e4m3", d, 896, 1040, scales="block", gated=gated)
+    check(problem)
+    for m in (1, 65, 5000):
+        for choice in candidates(problem, m):
+            tile = KERNELS[choice.kernel].tile
+            assert isinstance(tile, Blockwise) and tile.gated == gated and (d != "e4m3" or tile.width == 128)
+    assert not any(problem.takes(KERNELS[choice.kernel], 100) for choice in candidates(PROBLEM, 100))
+    if gated:  # its halves must start at whole chunks
+        assert not candidates(replace(problem, n=960), 100)
+
+
 def test_few_tokens_take_decode_and_many_take_tiles() -> None:
-    for op, a in (("mm", "bf16"), ("scaled_mm", "e4m3"), ("scaled_mm", "int8")):
-        problem = Problem(op, a, a, "bf16", 4096, 4096, fast_accum=a == "e4m3")
+    scaled = (("scaled_mm", "e4m3", scales) for scales in ("", "block", "group"))
+    for op, a, scales in (("mm", "bf16", ""), ("scaled_mm", "int8", ""), *scaled):
+        problem = Problem(op, a, a, "bf16", 4096, 4096, fast_accum=a == "e4m3" and not scales, scales=scales)
         assert isinstance(KERNELS[choose(problem, 1).kernel].tile, Decode)
         assert not isinstance(KERNELS[choose(problem, 8192).kernel].tile, Decode)
-        ragged = Problem(op, a, a, "bf16", 4096, 4095, fast_accum=a == "e4m3", aligned=False)
+        ragged = replace(problem, k=4095, aligned=False)
         assert [is_any(row.choice) for row in plan.plan(ragged)] == [True]
 
 
@@ -134,7 +152,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
 
 
 PROBLEM = Problem("mm", "bf16", "bf16", "bf16", 512, 1024)
-KEY = ("mm", "bf16", "bf16", "bf16", False, 512, 1024)
+KEY = ("mm", "bf16", "bf16", "bf16", False, "", 512, 1024)
 
 
 def test_measured_kernels_come_first(table: dict[Any, Any]) -> None:
@@ -164,7 +182,8 @@ def test_measured_kernels_that_may_not_run_are_passed_over(table: dict[Any, Any]
 def test_tables_name_declared_kernels_that_take_their_problem(path: Path) -> None:
     device = path.stem.replace("_", " ")
     for row in json.loads(path.read_text())["rows"]:
-        problem = Problem(row["op"], row["a"], row["b"], row["d"], row["n"], row["k"], fast_accum=row["fast_accum"])
+        types, how = (row["op"], row["a"], row["b"], row["d"]), (row["fast_accum"], row.get("scales", ""))
+        problem = Problem(*types, row["n"], row["k"], fast_accum=how[0], scales=how[1])
         assert row["best"]
         for best in row["best"]:
             assert best["kernel"] in KERNELS
@@ -232,7 +251,20 @@ def test_explain_int8() -> None:
     assert text == explain("scaled_mm", 4096, 4096, dtype=torch.int8, use_fast_accum=False)
 
 
+@pytest.mark.parametrize("scales", ["block", "group"])
+def test_explain_scales_for_blocks(scales: str) -> None:
+    text = explain("scaled_mm", 4096, 4096, scales=scales)
+    assert text.startswith(f"scaled_mm of e4m3 to bf16 with scales for each {scales}, n = 4096, k = 4096 on ")
+    names = re.findall(r"scaled_mm_\w+", text)
+    assert all(KERNELS[name].gemm.scales for name in names)
+    assert any("_columns" in name for name in names) == (scales == "group")
+    assert text == explain("scaled_mm", 4096, 4096, scales=scales, use_fast_accum=False)
+
+
 def test_explain_refuses_what_no_op_takes() -> None:
+    for op, dtype, scales in (("mm", None, "block"), ("scaled_mm", torch.int8, "group"), ("scaled_mm", None, "row")):
+        with pytest.raises(ValueError, match=f"^explain: scales is '{scales}'; for {op} of "):
+            explain(op, 64, 64, dtype=dtype, scales=scales)
     with pytest.raises(ValueError, match=r"explain: op is 'matmul'; it must be 'mm' or 'scaled_mm'"):
         explain("matmul", 64, 64)
     with pytest.raises(ValueError, match=r"explain: dtype is torch.int8; it must be torch.bfloat16, torch.float16$"):
@@ -286,13 +318,9 @@ def test_numbers_of_types_are_those_of_c() -> None:
     assert {name or "none": number for name, number in plan._KERNEL_TYPES.items()} == numbers
     include = Path(torch.__file__).parent / "include/torch/headeronly/core/ScalarType.h"
     order = re.findall(r"^\s*_\([\w:<>]+, (\w+)\)\s*/\* (\d+) \*/", include.read_text(), re.MULTILINE)
-    torch_numbers = {int(number): name for name, number in order}
-    short = {"Byte": "uint8", "Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64", "Half": "float16"}
-    short |= {"Float": "float32", "Double": "float64", "ComplexFloat": "complex64", "ComplexDouble": "complex128"}
-    short |= {"Bool": "bool", "BFloat16": "bfloat16"}
-    for number, dtype in plan._SCALAR_TYPES.items():
-        name = torch_numbers[number]
-        assert dtype == getattr(torch, short.get(name, name.lower())), name
+    torch_numbers = {name: int(number) for name, number in order}
+    in_c = re.findall(r'\{ScalarType::(\w+), "(\w+)"\}', (library.csrc() / "torch_op.h").read_text())
+    assert {torch_numbers[name]: getattr(torch, dtype) for name, dtype in in_c} == plan._SCALAR_TYPES
 
 
 class Dispatcher:
@@ -348,7 +376,8 @@ def described(x: torch.Tensor, cuda_index: int = 0) -> plan._Tensor:
 def ask(*, size: int = 4096, **request: Any) -> str:
     """What the dispatcher reads when it asks: "" or a sentence."""
     tensors = {name: described(x) for name, x in request.items() if isinstance(x, torch.Tensor)}
-    rest = {"out_dtype": -1, "aligned_operands": 1, "aligned_out": 1}
+    op = b"scaled_mm" if request.get("scaled") else b"mm"
+    rest = {"op": op, "out_dtype": -1, "aligned_operands": 1, "aligned_out": 1}
     text = ctypes.create_string_buffer(b"?" * size)
     status = plan._resolve(ctypes.byref(plan._Request(**(rest | request | tensors))), ctypes.addressof(text), size)
     assert status == (text.value != b"?" * size)
@@ -361,7 +390,7 @@ A, B = torch.empty(5, 1024, dtype=torch.bfloat16), torch.empty(512, 1024, dtype=
 def test_a_request_is_answered_with_the_plan(dispatcher: Dispatcher) -> None:
     assert ask(a=A, b=B) == ""
     assert dispatcher.rows == [(row.m_limit, *row.choice) for row in plan.plan(PROBLEM)]
-    assert dispatcher.key == (0, 2, 2, 2)
+    assert dispatcher.key == (0, 0, 2, 2, 2)
     assert dispatcher.opened == [choose(PROBLEM, 5).kernel]
 
 
@@ -387,6 +416,10 @@ def test_a_request_that_is_not_in_order_is_answered_with_the_sentence(dispatcher
     assert ask(**fp8, scale_b=torch.ones(2)).startswith(
         "scaled_mm: scale_b is [2]; it must have one element, or be [512]"
     )
+    assert ask(a=A, b=B, out_dtype=44).startswith("mm: out_dtype is torch.float8_e8m0fnu; it must be torch.bfloat16")
+    assert ask(**fp8 | {"scale_a": torch.ones(1, dtype=torch.uint16)}, scale_b=torch.ones(1)) == (
+        "scaled_mm: scale_a is torch.uint16; it must be torch.float32"
+    )
     assert dispatcher.rows == []
     assert ask(a=A, b=B[1:], size=12) == "mm: a is [5"  # the end of a longer text is lost, and nothing beyond written
 
@@ -398,9 +431,37 @@ def test_a_request_with_a_zero_point(dispatcher: Dispatcher) -> None:
     assert ask(**int8, zero_point_a=points, sum_b=sums) == ""
     problem = Problem("scaled_mm", "int8", "int8", "bf16", 512, 1024)
     assert dispatcher.rows == [(row.m_limit, *row.choice) for row in plan.plan(problem)]
-    assert dispatcher.key == (0, 6, 6, 2)
+    assert dispatcher.key == (0, 0, 6, 6, 2)
     assert ask(**int8, zero_point_a=points) == "scaled_mm: sum_b is None; it must be given where zero_point_a is"
     assert ask(**int8, zero_point_a=points[1:], sum_b=sums).startswith("scaled_mm: zero_point_a is [4, 1]; it must")
+
+
+@pytest.mark.parametrize(("rows", "number", "scales"), [(2, 1, "block"), (130, 2, "group")])
+def test_a_request_with_scales_for_blocks(dispatcher: Dispatcher, rows: int, number: int, scales: str) -> None:
+    fp8 = {
+        "a": torch.zeros(5, 512, dtype=torch.float8_e4m3fn),
+        "b": torch.zeros(130, 512, dtype=torch.float8_e4m3fn).t(),
+    }
+    how = {"scaled": 1, "scale_a": torch.ones(4, 5).t(), "scale_b": torch.ones(rows, 4)}
+    problem = Problem("scaled_mm", "e4m3", "e4m3", "bf16", 130, 512, scales=scales)
+    assert ask(**fp8, **how, residual=torch.zeros(5, 130)) == ""
+    assert dispatcher.rows == [(row.m_limit, *row.choice) for row in plan.plan(problem)]
+    assert dispatcher.key == (0, number, 4, 4, 2)
+    assert ask(**fp8, **how, residual=torch.zeros(5, 131)).startswith("scaled_mm: residual is [5, 131]; it must")
+    if scales == "block":
+        whole = {**fp8, "b": torch.zeros(256, 512, dtype=torch.float8_e4m3fn).t()}
+        assert ask(**whole, **how, op=b"scaled_mm_silu_and_mul", gated=1) == ""
+        assert ask(**whole, **how, op=b"scaled_mm_quant", quantized=1) == ""
+        assert {KERNELS[kernel].tile.gated for _, kernel, _ in dispatcher.rows} == {False}
+
+
+@pytest.mark.parametrize("op", ["scaled_mm_silu_and_mul", "scaled_mm_quant"])
+def test_a_request_for_the_sums_of_another_op(dispatcher: Dispatcher, op: str) -> None:
+    fp8 = {"a": A.to(torch.float8_e4m3fn), "b": B.to(torch.float8_e4m3fn)}
+    how = {"op": op.encode(), "scaled": 1, "out_dtype": 6, "scale_a": torch.ones(1), "scale_b": torch.ones(1)}
+    assert ask(**fp8, **how) == ""
+    assert dispatcher.key == (0, 0, 4, 4, 1)
+    assert ask(**fp8, **how, kernel=b"fast").startswith(f"{op}: kernel is 'fast', which is not a kernel of scaled_mm; ")
 
 
 def test_what_goes_wrong_in_python_reaches_the_caller(dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch) -> None:

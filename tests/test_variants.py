@@ -9,7 +9,7 @@ import re
 import pytest
 
 from cutegemm.plan import BYTES, Problem
-from cutegemm.variants import FAMILIES, GEMMS, KERNELS, AnyShape, Decode, Gemm, Kernel, Tile
+from cutegemm.variants import FAMILIES, GEMMS, KERNELS, AnyShape, Blockwise, Decode, Gemm, Kernel, Tile
 
 SHARED_MEMORY = 227 * 1024  # of one CTA on Hopper
 TILES = {name: kernel for name, kernel in KERNELS.items() if isinstance(kernel.tile, Tile)}
@@ -44,6 +44,13 @@ def test_every_field_is_in_the_name() -> None:
         Tile(64, 128, 64, split=True),
         Decode(8),
         Decode(16),
+        Blockwise(128, 128),
+        Blockwise(64, 128),
+        Blockwise(128, 64),
+        Blockwise(128, 128, (2, 1)),
+        Blockwise(128, 128, (1, 2)),
+        Blockwise(128, 128, columns=True),
+        Blockwise(128, 128, gated=True),
         AnyShape(),
     ]
     gemm = Gemm("mm", "bf16", "bf16", "bf16", "linear", (tile,))
@@ -55,14 +62,15 @@ def test_every_field_is_in_the_name() -> None:
         {"d": ""},
         {"layout": "nt"},
         {"fast_accum": True},
+        {"scales": "block"},
     ]
     names = [Kernel(gemm, each).name for each in (tile, *other_tiles)]
     names += [Kernel(dataclasses.replace(gemm, **other), tile).name for other in others]
     assert len(set(names)) == len(names)
     assert names[0] == "mm_bf16_bf16_bf16_64x128x64_1x1_pingpong"
-    # The epilogue is no part of the name, so an op has one for each pair of types.
-    pairs = {(gemm.op, gemm.a, gemm.b) for gemm in GEMMS}
-    assert len({(gemm.op, gemm.a, gemm.b, gemm.epilogue) for gemm in GEMMS}) == len(pairs)
+    # The epilogue is no part of the name, so an op has one for each pair of types, and of scales.
+    kinds = {(gemm.op, gemm.a, gemm.b, gemm.scales) for gemm in GEMMS}
+    assert len({(gemm.op, gemm.a, gemm.b, gemm.scales, gemm.epilogue) for gemm in GEMMS}) == len(kinds)
 
 
 def test_declarations_are_values() -> None:
@@ -90,7 +98,7 @@ def test_one_kernel_of_each_kind_is_in_families() -> None:
         return Tile, tile.swap, tile.split, tile.schedule == "warpspecialized"
 
     kinds = {kind(KERNELS[name]) for name in FAMILIES.values()}
-    assert {each[0] for each in kinds} == {Tile, Decode, AnyShape}
+    assert {each[0] for each in kinds} == {Tile, Decode, Blockwise, AnyShape}
     assert {each[1:3] for each in kinds} >= {(False, False), (True, False), (True, True)}
     assert {each[3] for each in kinds} == {False, True}
 
@@ -147,8 +155,10 @@ def test_every_pair_of_types_has_a_kernel_for_every_shape(op: str) -> None:
         if gemm.op == op:
             assert (
                 sum(
-                    Problem(op, gemm.a, gemm.b, "bf16", 1, 0, "", False, False, False).takes(kernel, 1)
-                    or (kernel.gemm.a, kernel.gemm.b) == (gemm.a, gemm.b)
+                    Problem(op, gemm.a, gemm.b, "bf16", 1, 0, "", False, gemm.scales, False, False, False).takes(
+                        kernel, 1
+                    )
+                    or (kernel.gemm.a, kernel.gemm.b, kernel.gemm.scales) == (gemm.a, gemm.b, gemm.scales)
                     for kernel in shapeless
                 )
                 == 1
@@ -159,7 +169,7 @@ def test_every_pair_of_types_has_a_kernel_for_every_shape(op: str) -> None:
 
 
 def takes(name: str, **other: object) -> bool:
-    gemm = KERNELS[name].gemm
+    gemm, tile = KERNELS[name].gemm, KERNELS[name].tile
     problem = {
         "op": gemm.op,
         "a": gemm.a,
@@ -167,17 +177,19 @@ def takes(name: str, **other: object) -> bool:
         "d": gemm.d or "bf16",
         "layout": gemm.layout,
         "fast_accum": gemm.fast_accum,
+        "scales": "group" if gemm.scales and getattr(tile, "columns", False) else gemm.scales,
+        "gated": getattr(tile, "gated", False),
         "aligned": True,
         "aligned_out": True,
         "m": 1,
-        "n": 64,
+        "n": 128,
         "k": 64,
     } | other
     m = problem.pop("m")
     return Problem(**problem).takes(KERNELS[name], m)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", [name for name in KERNELS if name != "scaled_mm_fp8_fp8_any"])
+@pytest.mark.parametrize("name", [name for name, kernel in KERNELS.items() if kernel.gemm.a != "fp8"])
 def test_takes_its_own_problem_and_no_other(name: str) -> None:
     kernel, gemm, tile = KERNELS[name], KERNELS[name].gemm, KERNELS[name].tile
     shapeless = isinstance(tile, AnyShape)
@@ -189,7 +201,7 @@ def test_takes_its_own_problem_and_no_other(name: str) -> None:
     assert takes(name, k=0) == shapeless
     assert takes(name, aligned=False) == shapeless
     assert takes(name, aligned_out=False) == (not through_tma)
-    assert takes(name, n=63) == (not (isinstance(tile, Tile) and tile.split))
+    assert takes(name, n=63) == (not ((isinstance(tile, Tile) and tile.split) or getattr(tile, "gated", False)))
     for layout in ("tn", "tt", "nt", "nn", ""):
         assert takes(name, layout=layout) == (shapeless or layout == gemm.layout)
     for d in ("bf16", "fp16", "fp32"):

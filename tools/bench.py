@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import hashlib
+import importlib.util
 import json
 import math
 import os
@@ -43,6 +44,19 @@ Row = dict[str, Any]
 
 KN = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096), (7168, 2112), (7168, 18432), (18432, 7168))
 M = (1, 16, 64, 256, 1024, 4096, 8192)
+# With scales for blocks: DeepSeek-V3's weights as well, and more numbers of tokens.
+BLOCK_KN = (
+    *KN[:5],
+    (1536, 24576),
+    (7168, 4096),
+    (2048, 7168),
+    *KN[5:],
+    (7168, 576),
+)
+BLOCK_M = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+# Of gate_up, n for both: Llama-3-8B, DeepSeek-V3's experts and its dense layers, Qwen-14B.
+GATED_KN = ((4096, 28672), (7168, 4096), (7168, 36864), (5120, 27648))
+GATED_M = (64, 256, 1024, 2048, 4096, 8192)
 HOST = 1024  # n and k of the row with host times, at M = 1
 
 # Rounding to BF16 alone gives 1.7e-3, and FP8's fast accumulation up to 3e-3. A wrong kernel is far above.
@@ -54,9 +68,9 @@ class Operands(NamedTuple):
 
     a: Tensor  # (m, k)
     b: Tensor  # (k, n), a weight's transposed view
-    scale_a: Tensor  # (m, 1)
-    scale_b: Tensor  # (1, n)
-    scale_w: Tensor  # scale_b as (n, 1)
+    scale_a: Tensor  # (m, 1); for blocks (m, k / 128), the scales of neighbouring rows side by side
+    scale_b: Tensor  # (1, n); for blocks (n / 128, k / 128)
+    scale_w: Tensor  # scale_b as (n, 1); for blocks its transposed view
     one_a: Tensor  # (1,), and one_b: the scales of tensor-wise candidates, which read the same a and b
     one_b: Tensor
 
@@ -70,9 +84,10 @@ class Operands(NamedTuple):
 @dataclass(frozen=True)
 class Candidate:
     title: str
-    call: Callable[[Operands, Tensor | None], object]  # with the tensor to write, or None to make one
+    call: Callable[[Operands, Tensor | None], Any]  # with the tensor to write, or None to make one
     tensor_wise: bool = False  # takes one_a and one_b
     eager: bool = True  # can make its result, so that a host time can be told
+    prepare: Callable[[Operands], Operands] = lambda x: x  # what it wants otherwise; outside of the time
 
 
 @dataclass(frozen=True)
@@ -84,9 +99,14 @@ class Family:
     dtype: torch.dtype
     ours: Candidate
     peers: dict[str, Candidate]  # the first is the one that README.md compares with
+    blocks: bool = False  # scales for 128 k, and 128 columns of b
+    gated: bool = False  # codes and scales are returned, of silu of the first half of the columns times the second
+    kn: tuple[tuple[int, int], ...] = KN
+    m: tuple[int, ...] = M
+    most: float = MAX_ERROR  # of the error
 
 
-def _scaled_mm(x: Operands, out: Tensor | None) -> object:
+def _scaled_mm(x: Operands, out: Tensor | None) -> Tensor:
     return cutegemm.scaled_mm(x.a, x.b, x.scale_a, x.scale_b, out=out)  # fast accumulation is its default
 
 
@@ -100,6 +120,56 @@ def _torch_tensor(x: Operands, out: Tensor | None) -> object:
 
 def _vllm(x: Operands, out: Tensor | None) -> object:
     return torch.ops._C.cutlass_scaled_mm(out, x.a, x.b, x.scale_a, x.scale_w, None)
+
+
+def _vllm_block(x: Operands, out: Tensor | None) -> object:
+    return torch.ops._C.cutlass_scaled_mm(out, x.a, x.b, x.scale_a, x.scale_w, None)
+
+
+def _for_vllm_block(x: Operands) -> Operands:
+    """Tokens by fours: it takes no other number of them."""
+    rows = -(-len(x.a) // 4) * 4
+    a = torch.zeros(rows, x.a.shape[1], dtype=torch.uint8, device=x.a.device)
+    a[: len(x.a)] = x.a.view(torch.uint8)
+    scale = torch.ones(x.scale_a.shape[1], rows, device=x.a.device)
+    scale[:, : len(x.a)] = x.scale_a.t()
+    return x._replace(a=a.view(x.a.dtype), scale_a=scale.t())
+
+
+def _deep() -> Any:
+    return importlib.import_module("deep_gemm")
+
+
+def _deep_gemm(x: Operands, out: Tensor | None) -> object:
+    return _deep().fp8_gemm_nt((x.a, x.scale_a), (x.b.t(), x.scale_b), out)
+
+
+def _for_deep_gemm(x: Operands) -> Operands:
+    return x._replace(scale_a=_deep().get_mn_major_tma_aligned_tensor(x.scale_a.contiguous()))
+
+
+def _fused(x: Operands, out: Tensor | None) -> object:
+    return cutegemm.scaled_mm_quant(x.a, x.b, x.scale_a, x.scale_b, silu_and_mul=True)
+
+
+def _separate(x: Operands, out: Tensor | None) -> object:
+    return cutegemm.activation_quant(_scaled_mm(x, out), granularity="group")
+
+
+def _deep_gemm_then_ours(x: Operands, out: Tensor | None) -> object:
+    assert out is not None
+    _deep_gemm(x, out)
+    return cutegemm.activation_quant(out, granularity="group")
+
+
+def _deep_gemm_then_vllm(x: Operands, out: Tensor | None) -> object:
+    assert out is not None
+    _deep_gemm(x, out)
+    m, n = out.shape
+    q = torch.empty(m, n // 2, dtype=torch.float8_e4m3fn, device=out.device)
+    scale = torch.empty(m, -(-n // 256), device=out.device)
+    torch.ops._C.silu_and_mul_per_block_quant(q, out, scale, 128, None, False)
+    return q, scale
 
 
 FAMILIES: dict[str, Family] = {
@@ -128,6 +198,41 @@ FAMILIES: dict[str, Family] = {
             peers={"vllm": Candidate("vLLM", _vllm, eager=False)},
         ),
         Family(
+            "gemm_blockwise",
+            "FP8 with scales for blocks: `scaled_mm`, e4m3, a scale for 1 x 128 of a and 128 x 128 of b, BF16 result",
+            op="scaled_mm",
+            mode="block",
+            dtype=torch.float8_e4m3fn,
+            ours=Candidate("scaled_mm", _scaled_mm),
+            peers={
+                "deep_gemm": Candidate("DeepGEMM", _deep_gemm, eager=False, prepare=_for_deep_gemm),
+                "vllm": Candidate("vLLM", _vllm_block, eager=False, prepare=_for_vllm_block),
+            },
+            blocks=True,
+            kn=BLOCK_KN,
+            m=BLOCK_M,
+        ),
+        Family(
+            "gemm_fused",
+            "FP8 gate_up: `scaled_mm_quant` with `silu_and_mul`, scales for blocks, fresh ones for its codes",
+            op="scaled_mm_quant",
+            mode="block, silu_and_mul",
+            dtype=torch.float8_e4m3fn,
+            ours=Candidate("scaled_mm_quant", _fused),
+            peers={
+                "separate": Candidate("scaled_mm + activation_quant", _separate),
+                "deep_gemm": Candidate(
+                    "DeepGEMM + activation_quant", _deep_gemm_then_ours, eager=False, prepare=_for_deep_gemm
+                ),
+                "vllm": Candidate("DeepGEMM + vLLM", _deep_gemm_then_vllm, eager=False, prepare=_for_deep_gemm),
+            },
+            blocks=True,
+            gated=True,
+            kn=GATED_KN,
+            m=GATED_M,
+            most=timed.MAX_ERROR,
+        ),
+        Family(
             "gemm_bf16",
             "BF16: `mm`",
             op="mm",
@@ -145,7 +250,7 @@ class Bar:
     """What is wanted of the ratio peer time / our time over the rows with first <= m <= last."""
 
     family: str
-    peer: str
+    peer: str  # or "best" of them
     of: str  # "geomean" or "minimum"
     least: float
     first: int = 1
@@ -170,6 +275,10 @@ BARS = (
     Bar("gemm_fp8", "torch_row", "minimum", 0.93),
     Bar("gemm_fp8", "vllm", "geomean", 1.12, last=16),
     Bar("gemm_fp8", "vllm", "geomean", 1.00, last=256),
+    Bar("gemm_blockwise", "best", "geomean", 1.05),
+    Bar("gemm_blockwise", "best", "geomean", 1.15, last=64),
+    Bar("gemm_blockwise", "best", "minimum", 0.95),
+    Bar("gemm_fused", "best", "minimum", 1.25, first=1024),  # at most 0.8 of the time
     Bar("gemm_bf16", "torch_mm", "geomean", 1.00),
     Bar("gemm_bf16", "torch_mm", "minimum", 0.92),
 )
@@ -196,29 +305,43 @@ class Shape:
         def normal(rows: int) -> Tensor:
             return torch.randn(rows, k, generator=generator, device=device, dtype=torch.bfloat16)
 
-        a, scale_a = operand(normal(max(ms)), family.dtype)
-        weight, scale_w = operand(normal(n), family.dtype)
+        if family.blocks:
+            a, scale_a = cutegemm.quantize_fp8(normal(max(ms)), granularity="group")
+            # So that products are about normal, where silu is not yet 0 or the identity.
+            weight, scale_b = cutegemm.quantize_fp8(normal(n) / k**0.5, granularity="block")
+            scale_w = scale_b.t()
+            self.weight = cutegemm.dequantize_fp8(weight, scale_b)
+        else:
+            a, scale_a = operand(normal(max(ms)), family.dtype)
+            weight, scale_w = operand(normal(n), family.dtype)
+            scale_b = scale_w.view(1, n)
+            self.weight = weight.float()
         # Each in an allocation of its own: cuBLAS refuses a scale that is not aligned to 16 bytes.
         one_a, one_b = (torch.tensor([scale], device=device) for scale in (0.01, 0.02))
-        x = Operands(a, weight.t(), scale_a, scale_w.view(1, n), scale_w, one_a, one_b)
-        self.weight = weight.float()
-        self.outs = [torch.empty(max(ms), n, device=device, dtype=torch.bfloat16) for _ in range(2)]
+        x = Operands(a, weight.t(), scale_a, scale_b, scale_w, one_a, one_b)
+        self.outs = [torch.empty(max(ms) + 3, n, device=device, dtype=torch.bfloat16) for _ in range(2)]
         self.sets = [x, *(x.copy() for _ in range(1, self.count(min(ms))))]
 
     def bytes(self, m: int) -> int:
         scales = m + self.n if self.family.op == "scaled_mm" else 0
-        return roofline.gemm_bytes(m, self.n, self.k, self.family.dtype, scales=scales)
+        if self.family.blocks:
+            scales = -(-self.k // 128) * (m + -(-self.n // 128))
+        nbytes = roofline.gemm_bytes(m, self.n, self.k, self.family.dtype, scales=scales)
+        # In place of n BF16 there are n / 2 codes and a scale for 128 of them.
+        return nbytes - m * (2 * self.n - self.n // 2 - 4 * (self.n // 256)) if self.family.gated else nbytes
 
     def count(self, m: int) -> int:
         return max(2, testing.input_sets(self.bytes(m), self.device))
 
-    def calls(self, candidate: Candidate, m: int) -> list[Callable[[], object]]:
+    def calls(self, candidate: Candidate, m: int) -> list[Callable[[], Any]]:
         """One call for each input set, into two results in turns."""
 
-        def bind(x: Operands, out: Tensor) -> Callable[[], object]:
+        def bind(x: Operands, out: Tensor) -> Callable[[], Any]:
             return lambda: candidate.call(x, out)
 
-        return [bind(x.rows(m), self.outs[i % 2][:m]) for i, x in enumerate(self.sets[: self.count(m)])]
+        # A candidate may add rows; they lie behind those that are looked at.
+        prepared = [candidate.prepare(x.rows(m)) for x in self.sets[: self.count(m)]]
+        return [bind(x, self.outs[i % 2][: len(x.a)]) for i, x in enumerate(prepared)]
 
     def error(self, candidate: Candidate, m: int) -> float:
         """Relative error of two calls in a row: a kernel may start before the one ahead of it has ended.
@@ -229,13 +352,23 @@ class Shape:
         x = self.sets[0].rows(m)
         sample = torch.linspace(0, m - 1, min(m, 16), device=self.device).round().long()
         # Few operations take FP8; indexing bytes gives the same rows.
-        want = x.a.view(torch.uint8)[sample].view(x.a.dtype).float() @ self.weight.t()
-        want *= x.one_a * x.one_b if candidate.tensor_wise else x.scale_a[sample] * x.scale_b
+        rows = x.a.view(torch.uint8)[sample].view(x.a.dtype)
+        if self.family.blocks:
+            want = cutegemm.dequantize_fp8(rows, x.scale_a[sample]) @ self.weight.t()
+        else:
+            want = rows.float() @ self.weight.t()
+            want *= x.one_a * x.one_b if candidate.tensor_wise else x.scale_a[sample] * x.scale_b
         outs = [out[:m] for out in self.outs]
         for out in outs:
             out.fill_(math.nan)
-        for call in self.calls(candidate, m)[:2]:
-            call()
+        calls = self.calls(candidate, m)[:2]
+        if self.family.gated and self.device != "cpu":
+            testing.poison(2 * m * self.n)  # codes and scales are NaN before, too; this is room for those of two calls
+        results = [call() for call in calls]
+        if self.family.gated:
+            gate, up = want.chunk(2, 1)
+            want = torch.nn.functional.silu(gate) * up
+            outs = [cutegemm.dequantize_fp8(*codes) for codes in results]
         if not all(bool(out.isfinite().all()) for out in outs):
             return math.inf
         return max(testing.relative_error(out[sample], want) for out in outs)
@@ -248,21 +381,26 @@ class WrongResult(RuntimeError):
 def refuse_wrong(shape: Shape, candidate: Candidate, m: int) -> float:
     """The candidate's error; WrongResult where it is too large."""
     error = shape.error(candidate, m)
-    if not error <= MAX_ERROR:
-        raise WrongResult(f"{candidate.title}: relative error is {error:.3g}; it must be at most {MAX_ERROR:g}")
+    most = shape.family.most
+    if not error <= most:
+        raise WrongResult(f"{candidate.title}: relative error is {error:.3g}; it must be at most {most:g}")
     return error
 
 
-def problem(family: Family, n: int, k: int) -> plan.Problem:
+def problem(family: Family, n: int, k: int, m: int = plan.NO_LIMIT) -> plan.Problem:
+    """With up to 64 tokens csrc/dispatch.cpp has the sums written, and gates and quantizes them in a second launch."""
     operand, width = plan.DTYPES[family.dtype], family.dtype.itemsize
+    fused = family.gated and m > 64
     return plan.Problem(
-        family.op,
+        "mm" if family.op == "mm" else "scaled_mm",
         operand,
         operand,
-        "bf16",
+        "e4m3" if fused else "fp32" if family.gated else "bf16",
         n,
         k,
-        fast_accum=family.dtype == torch.float8_e4m3fn,
+        fast_accum=family.dtype == torch.float8_e4m3fn and not family.blocks,
+        scales="block" if family.blocks else "",
+        gated=fused,
         aligned=k * width % 16 == 0,
         aligned_out=n * 2 % 16 == 0,
     )
@@ -285,7 +423,7 @@ def measure(shape: Shape, m: int, peers: dict[str, Candidate], rounds: int, chec
     error = refuse_wrong(shape, family.ours, m)
     flops = roofline.gemm_flops(m, n, k)
     row: Row = {"op": family.op, "mode": family.mode, "m": m, "n": n, "k": k}
-    row["kernel"] = str(plan.choose(problem(family, n, k), m, torch.cuda.get_device_name()))
+    row["kernel"] = str(plan.choose(problem(family, n, k, m), m, torch.cuda.get_device_name()))
     row["floor_us"] = round(roofline.floor_us(shape.bytes(m), flops, family.dtype), 2)
     row["err"] = float(f"{error:.2e}")
     if check_only:
@@ -368,9 +506,9 @@ def models(rows: Iterable[Row]) -> list[Row]:
 def ratios(rows: Iterable[Row], peer: str, first: int = 1, last: int | None = None) -> list[tuple[float, Row]]:
     """(peer time / our time, row) over the models' shapes, the worst first."""
     pairs = [
-        (row["peers"][peer] / row["us"], row)
+        ((min(row["peers"].values()) if peer == "best" else row["peers"][peer]) / row["us"], row)
         for row in models(rows)
-        if peer in row["peers"] and first <= row["m"] <= (last or math.inf)
+        if (row["peers"] if peer == "best" else peer in row["peers"]) and first <= row["m"] <= (last or math.inf)
     ]
     return sorted(pairs, key=lambda pair: pair[0])
 
@@ -586,7 +724,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("families", nargs="*", metavar="FAMILY", help=f"of {', '.join(names)} (default: all)")
     add("--m", type=numbers, metavar="M,...", help="numbers of tokens")
     add("--nk", type=nk_pairs, metavar="NxK,...", help="shapes of the weight, (n, k)")
-    add("--peers", type=Path, metavar="DIR", help="folder of vLLM's shared objects, or its parent")
+    add(
+        "--peers",
+        type=Path,
+        metavar="DIR",
+        help="folder of vLLM's shared objects; with it, DeepGEMM too",
+    )
     add("--without", type=lambda text: text.split(","), default=[], metavar="PEER,...", help="peers to leave out")
     add("--rounds", type=int, default=20, metavar="N", help="samples of each candidate (default: 20)")
     add("--out", type=Path, metavar="DIR", help="folder of the results (default: benchmarks/<gpu>)")
@@ -610,21 +753,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             meta["peers"]["vllm"] = load_vllm(args.peers)
         except OSError as fault:
             parser.error(str(fault))
+        if importlib.util.find_spec("deep_gemm"):
+            meta["peers"]["deep_gemm"] = importlib.import_module("deep_gemm").__version__
     out = args.out
     if out is None and not (args.m or args.nk):
         out = ROOT / "benchmarks" / slug(meta["gpu"])
 
     lines: list[str] = []
     refused: list[str] = []
-    without = [*args.without, *([] if args.peers else ["vllm"])]
+    without = [*args.without, *(name for name in ("vllm", "deep_gemm") if name not in meta["peers"])]
     for name in args.families or names:
         if name in MEMORY_BOUND:
             module = MEMORY_BOUND[name]
             results, bad = module.run(times, args.m or timed.TOKENS, without, args.rounds, args.check)
             found = module.judge(results)
         else:
-            results, bad = run(FAMILIES[name], args.nk or KN, args.m or M, without, args.rounds, args.check)
-            found = summary(FAMILIES[name], results)
+            family = FAMILIES[name]
+            results, bad = run(family, args.nk or family.kn, args.m or family.m, without, args.rounds, args.check)
+            found = summary(family, results)
         refused += bad
         if not args.check:
             lines += ["", *found]

@@ -24,7 +24,7 @@ from itertools import groupby
 from pathlib import Path
 
 from cutegemm.epilogues import EPILOGUES, OPERANDS
-from cutegemm.variants import FAMILIES, KERNELS, AnyShape, Decode, Kernel, Tile
+from cutegemm.variants import FAMILIES, KERNELS, AnyShape, Blockwise, Decode, Kernel, Tile
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "golden"
@@ -87,7 +87,7 @@ class Epilogue:
         self.operands = function.__code__.co_varnames[1 : function.__code__.co_argcount]
         examples = {"accum": example(m, n), "D": example(m, n)}
         for operand in self.operands:
-            examples[operand] = example(m, 1) if OPERANDS[operand].along == "m" else example(n)
+            examples[operand] = {"m": example(m, 1), "n": example(n), "mn": example(m, n)}[OPERANDS[operand].along]
         self.graph = trace(function, examples, cc=90).dag_ir
         (self.root,) = self.graph.get_all_inputs("D")
 
@@ -138,9 +138,12 @@ class Epilogue:
         if node == "accum":
             return "accum"
         if node in OPERANDS:
-            return ("row." if OPERANDS[node].along == "m" else "column.") + node
+            return f"{_SIDES[OPERANDS[node].along].lower()}.{node}"
         left, right = self._inputs(node)
         return f"({self.expression(left)} {symbols[self.graph.get_node_meta(node).fn]} {self.expression(right)})"
+
+
+_SIDES = {"m": "Row", "n": "Column", "mn": "Element"}
 
 
 @cache
@@ -149,24 +152,35 @@ def epilogue(name: str, accumulator: str) -> Epilogue:
 
 
 def formula(name: str, accumulator: str) -> str:
-    """The epilogue for kernels that are not CUTLASS's: the operands of a row, those of a column, and the formula."""
+    """The epilogue for kernels that are not CUTLASS's: operands of a row, a column and an element, and the formula."""
     traced, sides = epilogue(name, accumulator), []
-    for side, along in (("Row", "m"), ("Column", "n")):
+    for along, side in _SIDES.items():
         names = [operand for operand in traced.operands if OPERANDS[operand].along == along]
         members = "".join(f"    {each} {', '.join(of_type)};\n" for each, of_type in groupby(names, type_of))
-        loads = ", ".join(f"cutegemm::load(call.{each}, {along}, {absent(each)})" for each in names)
+        at = ", ".join(along)
+        loads = ", ".join(f"cutegemm::load(call.{each}, {at}, {absent(each)})" for each in names)
+        place = ", ".join(f"int {each}" if names else "int" for each in along)
+        call = "const cutegemm_call& call" if names else "const cutegemm_call&"
         sides.append(f"""\
   struct {side} {{
 {members}  }};
-  static __device__ __forceinline__ {side} {side.lower()}(const cutegemm_call& call, int {along}) {{
+  static __device__ __forceinline__ {side} {side.lower()}({call}, {place}) {{
     return {{{loads}}};
   }}
 """)
+    present = " || ".join(f"call.{operand}.data" for operand in traced.operands)
+    arguments = ", ".join(
+        f"const {side}&" + (f" {side.lower()}" if f"{side.lower()}." in traced.expression() else "")
+        for side in _SIDES.values()
+    )
     return f"""\
 // epilogues/{name}.py
 struct Formula {{
 {"".join(sides)}\
-  static __device__ __forceinline__ float apply({traced.accumulator} accum, const Row& row, const Column& column) {{
+  static __device__ __forceinline__ bool has_operands(const cutegemm_call& call) {{
+    return {present};
+  }}
+  static __device__ __forceinline__ float apply({traced.accumulator} accum, {arguments}) {{
     return {traced.expression()};
   }}
 }};
@@ -273,7 +287,7 @@ def universal(kernel: Kernel) -> str:
 {collectives(kernel, d, functor)}
 struct Variant {{
   using Kernel = {kernel.name};
-  static constexpr bool kSwap = {"true" if tile.swap else "false"};
+  static constexpr bool kSwap = {_true(tile.swap)};
 {members}}};
 
 CUTEGEMM_KERNEL_FILE("{kernel.name}", cutegemm::{launcher}<Variant>)
@@ -288,8 +302,34 @@ def decode(kernel: Kernel) -> str:
 #include "decode.cuh"
 
 {formula(gemm.epilogue, gemm.accumulator)}
-CUTEGEMM_KERNEL_FILE("{kernel.name}", cutegemm::Decode<{types}, {kernel.tile.tokens}, Formula>)
+CUTEGEMM_KERNEL_FILE("{kernel.name}", cutegemm::Decode<{types}, {kernel.tile.tokens}, {_true(gemm.scales)}, Formula>)
 """
+
+
+def blockwise(kernel: Kernel) -> str:
+    gemm, tile = kernel.gemm, kernel.tile
+    assert isinstance(tile, Blockwise)
+    function = EPILOGUES[gemm.epilogue]
+    if (
+        function(
+            3.5,
+            *(OPERANDS[operand].absent for operand in function.__code__.co_varnames[1 : function.__code__.co_argcount]),
+        )
+        != 3.5
+    ):
+        raise ValueError(f"emit: {kernel.name}: without operands the epilogue {gemm.epilogue} must give the sum itself")
+    numbers = f"{tile.m}, {tile.n}, {tile.cluster[0]}, {tile.cluster[1]}"
+    forms = f"{_true(tile.columns)}, {_true(tile.gated)}"
+    return f"""\
+#include "gemm_blockwise.cuh"
+
+{formula(gemm.epilogue, gemm.accumulator)}
+CUTEGEMM_KERNEL_FILE("{kernel.name}", cutegemm::Blockwise<{numbers}, {forms}, Formula>)
+"""
+
+
+def _true(condition: object) -> str:
+    return "true" if condition else "false"
 
 
 def any_shape(kernel: Kernel) -> str:
@@ -299,7 +339,7 @@ def any_shape(kernel: Kernel) -> str:
 #include "gemm_any.cuh"
 
 {formula(gemm.epilogue, gemm.accumulator)}
-CUTEGEMM_KERNEL_FILE("{kernel.name}", cutegemm::any::AnyShape<{operand}, Formula>)
+CUTEGEMM_KERNEL_FILE("{kernel.name}", cutegemm::any::AnyShape<{operand}, {_true(gemm.scales)}, Formula>)
 """
 
 
@@ -308,7 +348,7 @@ def source(name: str) -> str:
     kernel = KERNELS.get(name)
     if kernel is None:
         raise ValueError(f"emit: {name!r} is not a declared kernel; `python tools/emit.py --list` prints them")
-    emitters = {Tile: universal, Decode: decode, AnyShape: any_shape}
+    emitters = {Tile: universal, Decode: decode, Blockwise: blockwise, AnyShape: any_shape}
     return f"// Emitted by tools/emit.py from cutegemm/variants.py.\n{emitters[type(kernel.tile)](kernel)}"
 
 

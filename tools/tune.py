@@ -39,10 +39,13 @@ def forced(family: bench.Family, kernel: str) -> bench.Candidate:
     def scaled_mm(x: bench.Operands, out: Tensor | None) -> object:
         return cutegemm.scaled_mm(x.a, x.b, x.scale_a, x.scale_b, out=out, kernel=kernel)
 
+    def scaled_mm_quant(x: bench.Operands, out: Tensor | None) -> object:
+        return cutegemm.scaled_mm_quant(x.a, x.b, x.scale_a, x.scale_b, silu_and_mul=True, kernel=kernel)
+
     def mm(x: bench.Operands, out: Tensor | None) -> object:
         return cutegemm.mm(x.a, x.b, out=out, kernel=kernel)
 
-    return bench.Candidate(kernel, scaled_mm if family.op == "scaled_mm" else mm)
+    return bench.Candidate(kernel, {call.__name__: call for call in (scaled_mm, scaled_mm_quant, mm)}[family.op])
 
 
 def glance(calls: Sequence[Callable[[], object]]) -> float:
@@ -96,7 +99,7 @@ def declared(rows: Iterable[Row]) -> list[Row]:
 
 def merge(known: Iterable[Row], new: Iterable[Row]) -> list[Row]:
     """Known rows, with new ones in place of those of the same problem; in the order of KEY."""
-    rows = {tuple(row[name] for name in KEY): row for row in (*known, *new)}
+    rows = {tuple(row.get(name, "") for name in KEY): row for row in (*known, *new)}
     return [rows[key] for key in sorted(rows)]
 
 
@@ -108,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = ", ".join(bench.FAMILIES)
     add("families", nargs="*", metavar="FAMILY", help=f"of {names} (default: all)")
     add("--m", type=bench.numbers, default=M, metavar="M,...", help="numbers of tokens")
-    add("--nk", type=bench.nk_pairs, default=bench.KN, metavar="NxK,...", help="shapes of the weight, (n, k)")
+    add("--nk", type=bench.nk_pairs, metavar="NxK,...", help="shapes of the weight, (n, k) (default: the family's)")
     add("--out", type=Path, metavar="FILE", help="the table (default: cutegemm/tuned/<gpu>.json)")
     add("--commit", metavar="NAME", help="what is measured, where the tree has no git folder")
     args = parser.parse_args(argv)
@@ -128,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     start = time.monotonic()
     for name in args.families or bench.FAMILIES:
         family = bench.FAMILIES[name]
-        for k, n in args.nk:
+        for k, n in args.nk or family.kn:
             shape, problem = bench.Shape(family, n, k, args.m), bench.problem(family, n, k)
             found = []
             for m in args.m:

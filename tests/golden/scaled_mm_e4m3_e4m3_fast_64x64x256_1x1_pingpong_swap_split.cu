@@ -16,7 +16,15 @@ struct Formula {
   static __device__ __forceinline__ Column column(const cutegemm_call& call, int n) {
     return {cutegemm::load(call.scale_b, n, 1.0f), cutegemm::load(call.bias, n, 0.0f)};
   }
-  static __device__ __forceinline__ float apply(float accum, const Row& row, const Column& column) {
+  struct Element {
+  };
+  static __device__ __forceinline__ Element element(const cutegemm_call&, int, int) {
+    return {};
+  }
+  static __device__ __forceinline__ bool has_operands(const cutegemm_call& call) {
+    return call.scale_a.data || call.scale_b.data || call.bias.data;
+  }
+  static __device__ __forceinline__ float apply(float accum, const Row& row, const Column& column, const Element&) {
     return ((row.scale_a * (column.scale_b * accum)) + column.bias);
   }
 };

@@ -1,0 +1,663 @@
+// The GEMM with a scale for every 128 k: d = Formula(sum of scale_a * scale_b * (a @ b) over blocks of k).
+//
+// The tensor cores add FP8 products with some 14 bits, and scales change from block to block. So every 128 k are a sum
+// of their own, which is scaled and added in FP32. Beside running MMAs an FFMA takes 2.5 to 3 cycles, since both want
+// the register file, so these additions take almost as long as the MMAs, and everything here serves to have both at
+// the same time and little else:
+//  - While one warpgroup adds, MMAs of the other one run; where registers allow, a warpgroup also has two sets of sums
+//    and adds one while it waits for the other.
+//  - One thread issues all TMA loads of a, b and the scales of a, in stages of 128 k.
+//  - Three warps bring what scales TMA does not to shared memory, from any strides and in either type. A consumer that
+//    loads its own waits for L2 in every block, which takes longer than its MMAs.
+//  - CTAs of a cluster, whose tiles lie one above the other or side by side, load parts of the operand that they share
+//    for each other.
+//  - CTAs are persistent, and d leaves through shared memory while the next tile's MMAs run.
+//  - A multiprocessor takes in 64 bytes a cycle, so a tile of 128 x 128 waits for its operands as long as for its MMAs.
+//    Where there are few tiles the CTAs of a cluster have parts of k of one that is larger instead, and exchange sums
+//    in the end, which are added in order.
+#pragma once
+#include <cuda.h>
+#include <cudaTypedefs.h>
+#include <cuda_fp8.h>
+#include <cutlass/arch/barrier.h>
+#include <cutlass/arch/reg_reconfig.h>
+#include <cutlass/numeric_types.h>
+
+#include <algorithm>
+#include <cute/algorithm/gemm.hpp>
+#include <cute/arch/cluster_sm90.hpp>
+#include <cute/atom/mma_traits_sm90_gmma.hpp>
+#include <cute/tensor.hpp>
+#include <cutlass/gemm/collective/builders/sm90_common.inl>
+#include <numeric>
+#include <type_traits>
+
+#include "cluster.cuh"
+#include "kernel_file.cuh"
+#include "scale_rows.cuh"
+#include "tma.cuh"
+#include "vector.cuh"
+
+namespace cutegemm {
+
+using namespace cute;
+
+namespace blockwise {
+
+constexpr int kSpan = 128;    // k in a stage: a block of scales, and the 128 bytes of TMA's and wgmma's swizzle
+constexpr int kMmaRows = 64;  // of wgmma
+constexpr int kScaleWarps = 3;
+constexpr int kMaxStages = 8;
+constexpr int kSharedBytes = 227 * 1024;
+
+// A tile of kTileM rows of a and kTileN of b. Its warpgroups stand one below the other with the tile's whole width, or
+// in a gated one side by side; of a group's rows of b the first half are gates. kColumns: scale_b is one for each
+// column.
+template <int kTileM, int kTileN, int kClusterTilesM, int kClusterTilesN, bool kColumns, bool kGated, class Column>
+struct Tile {
+  static constexpr int kM = kTileM, kRowsB = kTileN, kWidth = kGated ? kTileN / 2 : kTileN;  // kWidth: of d
+  static constexpr int kClusterM = kClusterTilesM, kClusterN = kClusterTilesN, kCluster = kClusterM * kClusterN;
+  static constexpr int kGroups = kGated || kM > kMmaRows ? 2 : 1;
+  static constexpr int kGroupM = kGated ? kM : kM / kGroups, kRowBlocks = kGroupM / kMmaRows;
+  static constexpr int kN = kGated ? kTileN / kGroups : kTileN, kGroupWidth = kGated ? kN / 2 : kN;  // of a group
+  static constexpr int kThreads = 128 * (kGroups + 1);
+  static constexpr int kChunk = std::gcd(kGated ? kGroupWidth : kN, 128);  // columns that surely have one scale_b
+  static constexpr int kBytesA = kM * kSpan, kBytesB = kRowsB * kSpan;
+  static constexpr int kBoxA = kM / kClusterN;  // rows of a TMA load; b's lie together in it as they do in memory
+  static constexpr int kBoxB = kGated ? kN / 2 : kRowsB / kClusterM, kBoxesB = kRowsB / kBoxB;
+  static constexpr int kScalesB = kColumns ? kRowsB : kRowsB / kChunk;
+  static constexpr int kSets = kRowBlocks == 1 && kN <= 128 ? 2 : 1;  // of sums: a thread has 232 registers
+  // What a group stores at a time: so many columns, of 16 bits or less.
+  static constexpr int kOutColumns = std::gcd(kGroupWidth, 64), kOutBox = kMmaRows * kSpan;
+  static constexpr int kOutBoxes = kBytesA + kBytesB > 40 * 1024 ? 1 : 2;
+  // Whether CTAs may have parts of k. Their sums then lie where the stages were, with rows that begin 8 banks apart.
+  static constexpr bool kSplits = kCluster == 1 && !kGated;
+  static constexpr int kSumPitch = kN + 8;
+
+  static constexpr int kOfStage = kBytesA + kBytesB + (kM + kScalesB) * 4 + 16;
+  static constexpr int kRest = 4096 + kGroups * (kOutBoxes * kOutBox + kN * int(sizeof(Column)) + 2 * kGroupM * 4);
+  static constexpr int kStages = std::min(kMaxStages, (kSharedBytes - kRest) / kOfStage);
+
+  struct Shared {
+    alignas(1024) uint8_t a[kStages][kBytesA];
+    uint8_t b[kStages][kBytesB];
+    uint8_t out[kGroups][kOutBoxes][kOutBox];
+    alignas(128) float scale_a[kStages][kM];
+    float scale_b[kStages][kScalesB];
+    Column columns[kGroups][kN];      // the epilogue's operands
+    float amax[2][kGroups][kGroupM];  // of rows, of even tiles and of odd
+    uint64_t full[kStages], empty[kStages];
+  };
+  static constexpr int kBytes = sizeof(Shared) + 1024;
+  static_assert(kBytes <= kSharedBytes && kN % kChunk == 0 && kStages >= kScaleWarps && kRowBlocks <= 2);
+  static_assert(!kGated || (kBoxB == kChunk && !kColumns));
+  static_assert(!kSplits || kM * kSumPitch * 4 <= kStages * (kBytesA + kBytesB));
+};
+
+// What the host decides.
+struct Shape {
+  int32_t blocks, m_tiles, n_tiles;  // of k; of clusters' tiles
+  int32_t band;                      // that many of m_tiles are walked together along n, so that both find L2 warm
+  int32_t width;                     // of d
+  bool scale_a_by_tma, store_by_tma, codes_wide;  // codes_wide: rows of codes are whole 16 bytes
+};
+
+template <bool kFp16>
+CUTE_DEVICE uint32_t rounded_pair(float a, float b) {
+  if constexpr (kFp16) {
+    __half2 const two = __floats2half2_rn(a, b);
+    return reinterpret_cast<uint32_t const&>(two);
+  } else {
+    __nv_bfloat162 const two = __floats2bfloat162_rn(a, b);
+    return reinterpret_cast<uint32_t const&>(two);
+  }
+}
+
+// The tiles of a CTA, one after the other.
+template <class T>
+struct Tiles {
+  Shape const& shape;
+  int tile, step, rank_m, rank_n;
+
+  // Sets m and n, the first row and column of d in the tile.
+  CUTE_DEVICE bool next(int& m, int& n) {
+    if (tile >= shape.m_tiles * shape.n_tiles) return false;
+    int const in_band = shape.band * shape.n_tiles, first = tile / in_band * shape.band, i = tile % in_band;
+    int const width = min(shape.band, shape.m_tiles - first);
+    m = ((first + i % width) * T::kClusterM + rank_m) * T::kM;
+    n = (i / width * T::kClusterN + rank_n) * T::kWidth;
+    tile += step;
+    return true;
+  }
+};
+
+CUTE_DEVICE float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
+
+// As csrc/rows.cuh and quantize.py have it.
+CUTE_DEVICE float fresh_scale(float amax, bool power_of_two) {
+  float const scale = __fdiv_rn(fmaxf(amax, 0x1p-40f), 448.f);
+  return power_of_two ? __uint_as_float((__float_as_uint(scale) + 0x7fffffu) & 0x7f800000u) : scale;
+}
+
+// A warpgroup's codes, kMmaRows rows of kWidth, from shared memory to d: of which the rows from m0 on are to be stored,
+// up to m, and `columns` of each.
+template <int kWidth>
+CUTE_DEVICE void store_codes(uint8_t* d, int64_t row_stride, int64_t column_stride, const uint8_t* codes, int m0, int m,
+                             int columns, bool wide) {
+  constexpr int kUnits = kWidth / 16;
+  for (int i = int(threadIdx.x) % 128; i < kMmaRows * kUnits; i += 128) {
+    int const row = i / kUnits, column = i % kUnits * 16;
+    if (m0 + row >= m || column >= columns) continue;
+    uint8_t* const to = d + (m0 + row) * row_stride + column * column_stride;
+    uint8_t const* const from = codes + row * kWidth + column;
+    if (wide) {
+      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<uint4 const*>(from);
+    } else {
+      for (int j = 0; j < min(16, columns - column); ++j) to[j * column_stride] = from[j];
+    }
+  }
+}
+
+}  // namespace blockwise
+
+template <int kTileM, int kTileN, int kClusterTilesM, int kClusterTilesN, bool kColumns, bool kGated, class Formula>
+__global__ void __launch_bounds__(blockwise::Tile<kTileM, kTileN, kClusterTilesM, kClusterTilesN, kColumns, kGated,
+                                                  typename Formula::Column>::kThreads,
+                                  1)
+    blockwise_kernel(const __grid_constant__ cutegemm_call call, const __grid_constant__ blockwise::Shape shape,
+                     const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b,
+                     const __grid_constant__ CUtensorMap map_scale_a, const __grid_constant__ CUtensorMap map_d) {
+  using namespace blockwise;
+  using T = Tile<kTileM, kTileN, kClusterTilesM, kClusterTilesN, kColumns, kGated, typename Formula::Column>;
+  using Full = cutlass::arch::ClusterTransactionBarrier;
+  using Empty = cutlass::arch::ClusterBarrier;
+  using cutlass::arch::NamedBarrier;
+  using Element = cutlass::float_e4m3_t;
+  constexpr int kStages = T::kStages, kGroups = T::kGroups, kN = T::kN, kGroupWidth = T::kGroupWidth;
+  constexpr int kRowBlocks = T::kRowBlocks;
+
+  extern __shared__ uint8_t raw[];
+  auto& shared = *reinterpret_cast<typename T::Shared*>(raw + (-cast_smem_ptr_to_uint(raw) & 1023));
+  auto const full = [&](int stage) { return reinterpret_cast<Full*>(&shared.full[stage]); };
+  auto const empty = [&](int stage) { return reinterpret_cast<Empty*>(&shared.empty[stage]); };
+  int const split = T::kSplits ? call.options.split : 1, cluster = T::kCluster * split;
+  int const rank = int(blockIdx.x) % cluster;
+  int const rank_m = T::kSplits ? 0 : rank % T::kClusterM, rank_n = T::kSplits ? 0 : rank / T::kClusterM;
+  // The shuffle tells the compiler that these are the same in a warp, so that descriptors are in uniform registers.
+  int const group = __shfl_sync(~0u, int(threadIdx.x) / 128, 0) - 1, warp = int(threadIdx.x) % 128 / 32;
+  int const lane = int(threadIdx.x) % 32;
+  if (threadIdx.x == 0) {
+    for (auto const* map : {&map_a, &map_b, &map_scale_a}) {
+      asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+    }
+    for (int s = 0; s < kStages; ++s) {
+      full(s)->init(2);  // TMA's, and a warp's with scales
+      empty(s)->init(T::kCluster * kGroups * 4);
+    }
+    cutlass::arch::fence_barrier_init();
+  }
+  __syncthreads();
+  if (cluster > 1) {  // no CTA of a cluster may write to another before that one runs
+    cluster_arrive_relaxed();
+    cluster_wait();
+  }
+  launch_next_kernel();
+
+  Tiles<T> tiles = {shape, int(blockIdx.x) / cluster, int(gridDim.x) / cluster, rank_m, rank_n};
+  int tile_m, tile_n;
+  // The blocks of k that are this CTA's.
+  int const part = T::kSplits ? ceil_div(shape.blocks, split) : shape.blocks;
+  int const first_block = T::kSplits ? min(shape.blocks, rank * part) : 0;
+  int const last_block = T::kSplits ? min(shape.blocks, first_block + part) : shape.blocks;
+  // Of b, the row that a tile at n has as its i-th.
+  int const gates = call.n / 2;
+  auto const row_of_b = [&](int n, int i) {
+    if constexpr (!kGated) return n + i;
+    return n + i / kN * kGroupWidth + i % kGroupWidth + (i % kN < kGroupWidth ? 0 : gates);
+  };
+  int stage = 0, phase = 0;
+  auto const next_stage = [&] {
+    if (++stage == kStages) stage = 0, phase ^= 1;
+  };
+
+  if (group < 0) {
+    cutlass::arch::warpgroup_reg_dealloc<kGroups == 1 ? 96 : 56>();
+    if (warp == 0) {
+      if (lane == 0) {
+        wait_for_previous_kernel();
+        int const bytes = T::kBytesA + T::kBytesB + (shape.scale_a_by_tma ? T::kM * int(sizeof(float)) : 0);
+        while (tiles.next(tile_m, tile_n)) {
+          for (int block = first_block; block < last_block; ++block, next_stage()) {
+            empty(stage)->wait(phase ^ 1);
+            full(stage)->arrive_and_expect_tx(bytes);
+            uint32_t const barrier = cast_smem_ptr_to_uint(full(stage));
+            if (shape.scale_a_by_tma) {
+              load_rows(map_scale_a, cast_smem_ptr_to_uint(shared.scale_a[stage]), barrier, tile_m, block);
+            }
+            uint32_t const to_a = cast_smem_ptr_to_uint(shared.a[stage]) + rank_n * T::kBoxA * kSpan;
+            if constexpr (T::kClusterN > 1) {
+              constexpr int kRow = T::kClusterN * T::kClusterM == 2 ? 0b11 : 0b0101;
+              load_rows(map_a, to_a, barrier, block * kSpan, tile_m + rank_n * T::kBoxA, kRow << rank_m);
+            } else {
+              load_rows(map_a, to_a, barrier, block * kSpan, tile_m);
+            }
+            CUTE_UNROLL
+            for (int i = 0; i < T::kBoxesB; i += T::kClusterM) {
+              int const box = i + rank_m, row = row_of_b(tile_n, box * T::kBoxB);
+              uint32_t const to = cast_smem_ptr_to_uint(shared.b[stage]) + box * T::kBoxB * kSpan;
+              if constexpr (T::kClusterM > 1) {
+                constexpr int kColumn = (1 << T::kClusterM) - 1;
+                load_rows(map_b, to, barrier, block * kSpan, row, kColumn << (rank_n * T::kClusterM));
+              } else {
+                load_rows(map_b, to, barrier, block * kSpan, row);
+              }
+            }
+          }
+        }
+        // It may not leave while another CTA may still arrive at its barriers.
+        for (int s = 0; T::kCluster > 1 && s < kStages; ++s, next_stage()) empty(stage)->wait(phase ^ 1);
+      }
+    } else {
+      wait_for_previous_kernel();
+      int turn = 0;
+      while (tiles.next(tile_m, tile_n)) {
+        float ahead[kColumns ? 1 : T::kScalesB];  // of the lane-th of 32 blocks
+        for (int block = first_block; block < last_block; ++block, next_stage()) {
+          int const in_ahead = (block - first_block) % 32;
+          if (!kColumns && in_ahead == 0) {
+            CUTE_UNROLL
+            for (int i = 0; i < T::kScalesB; ++i) {
+              int const n = min(row_of_b(tile_n, i * T::kChunk), call.n - 1);
+              ahead[i] = load_scale(call.scale_b, n / kSpan, min(block + lane, shape.blocks - 1));
+            }
+          }
+          bool const own = turn == warp - 1;
+          turn = turn == kScaleWarps - 1 ? 0 : turn + 1;
+          if (!own) continue;
+          empty(stage)->wait(phase ^ 1);
+          if (!shape.scale_a_by_tma) {
+#pragma unroll 2
+            for (int i = lane; i < T::kM; i += 32) {
+              shared.scale_a[stage][i] = load_scale(call.scale_a, min(tile_m + i, call.m - 1), block);
+            }
+          }
+          if constexpr (kColumns) {
+#pragma unroll 2
+            for (int i = lane; i < T::kRowsB; i += 32) {
+              shared.scale_b[stage][i] = load_scale(call.scale_b, min(tile_n + i, call.n - 1), block);
+            }
+          } else {
+            CUTE_UNROLL
+            for (int i = 0; i < T::kScalesB; ++i) {
+              if (lane == in_ahead) shared.scale_b[stage][i] = ahead[i];
+            }
+          }
+          __syncwarp();
+          if (lane == 0) full(stage)->arrive();
+        }
+      }
+    }
+    return;
+  }
+
+  cutlass::arch::warpgroup_reg_alloc<kGroups == 1 ? 240 : 224>();
+  wait_for_previous_kernel();
+  using Atom = decltype(GMMA::ss_op_selector<Element, Element, float, cute::Shape<Int<kMmaRows>, Int<kN>, Int<kSpan>>,
+                                             GMMA::Major::K, GMMA::Major::K>());
+  using LayoutA =
+      decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, cute::Shape<Int<kMmaRows>, Int<kSpan>>{}));
+  using LayoutB = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, cute::Shape<Int<kN>, Int<kSpan>>{}));
+  auto mma = make_tiled_mma(Atom{});
+  auto const thread_mma = mma.get_slice(threadIdx.x % 128);
+  // This group's of the first stage; others lie so many bytes behind.
+  constexpr bool kBelow = !kGated;
+  auto const element = [](uint8_t* at) { return make_smem_ptr(reinterpret_cast<Element*>(at)); };
+  Tensor const fragments_a = thread_mma.make_fragment_A(
+      thread_mma.partition_A(make_tensor(element(shared.a[0] + (kBelow ? group * T::kGroupM * kSpan : 0)), LayoutA{})));
+  Tensor const fragments_b = thread_mma.make_fragment_B(
+      thread_mma.partition_B(make_tensor(element(shared.b[0] + (kGated ? group * kN * kSpan : 0)), LayoutB{})));
+  auto const behind = [](auto const& fragments, int bytes) {
+    return make_tensor(fragments.data() + bytes / 16, fragments.layout());
+  };
+  using Sum = decltype(partition_fragment_C(mma, cute::Shape<Int<kMmaRows>, Int<kN>>{}));
+  // For every 8 columns a thread holds 2 neighbours in 2 rows that lie 8 apart.
+  int const own_row = warp * 16 + lane / 4, own_column = lane % 4 * 2;
+
+  constexpr int kChunks = kN / T::kChunk;
+  int const row_in_tile = (kBelow ? group * T::kGroupM : 0) + own_row;
+  // Of one block: the scales, and the stage that it came in.
+  struct Scales {
+    float a[2], b[kColumns ? 1 : kChunks];
+    int stage;
+  };
+  // Starts the MMAs of a block of rows, the first of which also waits for the stage, and the last goes on to the next.
+  auto const start = [&](Sum& part, auto row_block) {
+    if constexpr (row_block.value == 0) full(stage)->wait(phase);
+    Scales scales;
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) scales.a[i] = shared.scale_a[stage][row_in_tile + row_block * kMmaRows + 8 * i];
+    if constexpr (!kColumns) {
+      CUTE_UNROLL
+      for (int i = 0; i < kChunks; ++i) scales.b[i] = shared.scale_b[stage][(kGated ? group * kChunks : 0) + i];
+    }
+    Tensor const a = behind(fragments_a, stage * T::kBytesA + row_block * kMmaRows * kSpan);
+    Tensor const b = behind(fragments_b, stage * T::kBytesB);
+    warpgroup_fence_operand(part);
+    warpgroup_arrive();
+    for_each(make_seq<kSpan / 32>{}, [&](auto k) {
+      mma.accumulate_ = k == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
+      gemm(mma, a(_, _, k), b(_, _, k), part);
+    });
+    warpgroup_commit_batch();
+    scales.stage = stage;
+    if constexpr (row_block.value == kRowBlocks - 1) next_stage();
+    return scales;
+  };
+  auto const finish = [&](Sum& sum, Sum& part, Scales const& scales, auto row_block) {
+    warpgroup_fence_operand(part);
+    auto const release = [&] {
+      if constexpr (row_block.value == kRowBlocks - 1) {
+        __syncwarp();  // all lanes have read their scales
+        if constexpr (T::kCluster > 1) {
+          if (lane < T::kCluster) empty(scales.stage)->arrive(lane);
+        } else {
+          if (lane == 0) empty(scales.stage)->arrive();
+        }
+      }
+    };
+    if constexpr (kColumns) {
+      auto const& scale_b = shared.scale_b[scales.stage];
+      CUTE_UNROLL
+      for (int i = 0; i < size(sum); ++i) {
+        float const s = scales.a[i / 2 % 2] * scale_b[i / 4 * 8 + own_column + i % 2];
+        sum(i) = __fmaf_rn(part(i), s, sum(i));
+      }
+      warpgroup_fence_operand(sum);  // or they would be put off until `part` has other sums
+      release();
+    } else {
+      release();
+      float s[kChunks][2];
+      CUTE_UNROLL
+      for (int c = 0; c < kChunks; ++c) s[c][0] = scales.a[0] * scales.b[c], s[c][1] = scales.a[1] * scales.b[c];
+      CUTE_UNROLL
+      for (int i = 0; i < size(sum); ++i) sum(i) = __fmaf_rn(part(i), s[i / (T::kChunk / 2)][i / 2 % 2], sum(i));
+    }
+  };
+
+  Sum sums[kRowBlocks], even, odd;
+  auto const add_blocks = [&](int blocks) {
+    for_each(make_seq<kRowBlocks>{}, [&](auto r) { clear(sums[r]); });
+    if constexpr (T::kSets == 1) {
+#pragma unroll 4
+      for (int block = 0; block < blocks; ++block) {
+        for_each(make_seq<kRowBlocks>{}, [&](auto r) {
+          Scales const scales = start(even, r);
+          warpgroup_wait<0>();
+          finish(sums[r], even, scales, r);
+        });
+      }
+    } else if (blocks > 0) {
+      Int<0> const r;
+      Scales of_even = start(even, r);
+      int block = 1;
+#pragma unroll 2
+      for (; block + 1 < blocks; block += 2) {
+        Scales const of_odd = start(odd, r);
+        warpgroup_wait<1>();
+        finish(sums[0], even, of_even, r);
+        of_even = start(even, r);
+        warpgroup_wait<1>();
+        finish(sums[0], odd, of_odd, r);
+      }
+      if (block < blocks) {
+        Scales const of_odd = start(odd, r);
+        warpgroup_wait<1>();
+        finish(sums[0], even, of_even, r);
+        warpgroup_wait<0>();
+        finish(sums[0], odd, of_odd, r);
+      } else {
+        warpgroup_wait<0>();
+        finish(sums[0], even, of_even, r);
+      }
+    }
+  };
+
+  int turn = 0, out_box = 0;
+  while (tiles.next(tile_m, tile_n)) {
+    int const m0 = tile_m + (kBelow ? group * T::kGroupM : 0), n0 = tile_n + (kGated ? group * kGroupWidth : 0);
+    // The epilogue's operands are on their way before they are needed.
+    constexpr int kOwn = (kN + 127) / 128;
+    typename Formula::Column own[kOwn];
+    CUTE_UNROLL
+    for (int i = 0; i < kOwn; ++i) {
+      own[i] = Formula::column(call, min(row_of_b(n0, int(threadIdx.x) % 128 + 128 * i), call.n - 1));
+    }
+    typename Formula::Row rows[kRowBlocks][2];
+    CUTE_UNROLL
+    for (int i = 0; i < 2 * kRowBlocks; ++i) {
+      rows[i / 2][i % 2] = Formula::row(call, min(m0 + own_row + i / 2 * kMmaRows + i % 2 * 8, call.m - 1));
+    }
+    add_blocks(last_block - first_block);
+    if (T::kSplits && split > 1) {
+      // CTA r finishes the r-th part of the tile's rows, all of its threads together.
+      int const rows = T::kM / split;
+      auto* const parts = reinterpret_cast<float*>(shared.a);  // [part of k][row][kSumPitch]
+      cluster_arrive();                                        // no stage of a CTA is read any more
+      cluster_wait();
+      for_each(make_seq<2 * kRowBlocks>{}, [&](auto i) {
+        int const row = row_in_tile + i / 2 * kMmaRows + i % 2 * 8;
+        float* const at = &parts[(rank * rows + row % rows) * T::kSumPitch + own_column];
+        uint32_t const to = remote_address(at, row / rows);
+        CUTE_UNROLL
+        for (int j = i % 2 * 2; j < size(Sum{}); j += 4) {
+          store_remote(to + j / 4 * 32, sums[i / 2](j), sums[i / 2](j + 1));
+        }
+      });
+      cluster_arrive();
+      cluster_wait();
+      with_float_pointer(call.d, call.d_dtype, [&](auto* d) {
+        for (int i = int(threadIdx.x) - 128; i < rows * kN / 4; i += 128 * kGroups) {
+          int const row = i / (kN / 4), column = i % (kN / 4) * 4, m = tile_m + rank * rows + row;
+          float4 total = {};
+          for (int p = 0; p < split; ++p) {
+            auto* const at = &parts[(p * rows + row) * T::kSumPitch + column];
+            float4 const four = *reinterpret_cast<float4 const*>(at);
+            total.x += four.x, total.y += four.y, total.z += four.z, total.w += four.w;
+          }
+          float values[4] = {total.x, total.y, total.z, total.w};
+          if (m >= call.m) continue;
+          CUTE_UNROLL
+          for (int j = 0; j < 4; ++j) {
+            int const n = tile_n + column + j;
+            if (n >= call.n) continue;
+            store(d + m * call.d_stride[0] + n * call.d_stride[1],
+                  Formula::apply(values[j], Formula::row(call, m), Formula::column(call, n),
+                                 Formula::element(call, m, n)));
+          }
+        }
+      });
+      return;  // there is no second tile
+    }
+
+    NamedBarrier::sync(128, group);  // what is there is not read any more
+    CUTE_UNROLL
+    for (int i = 0; i < kOwn; ++i) {
+      if (kN % 128 == 0 || int(threadIdx.x) % 128 + 128 * i < kN) {
+        shared.columns[group][int(threadIdx.x) % 128 + 128 * i] = own[i];
+      }
+    }
+    NamedBarrier::sync(128, group);
+    bool const first = threadIdx.x % 128 == 0;
+    for_each(make_seq<kRowBlocks>{}, [&](auto r) {
+      Sum& sum = sums[r];
+      int const block_m = m0 + r * kMmaRows;
+      auto const m_of = [&](int i) { return block_m + own_row + i / 2 % 2 * 8; };
+      auto const n_of = [&](int i) { return n0 + i / 4 * 8 + own_column + i % 2; };
+      auto const apply = [&](auto element) {
+        CUTE_UNROLL
+        for (int i = 0; i < size(sum); ++i) {
+          sum(i) = Formula::apply(sum(i), rows[r][i / 2 % 2], shared.columns[group][n_of(i) - n0], element(i));
+        }
+      };
+      if (!Formula::has_operands(call)) {
+        // Its formula is then the sum itself.
+      } else if (!kGated && call.residual.data) {
+        apply([&](int i) { return Formula::element(call, min(m_of(i), call.m - 1), min(n_of(i), call.n - 1)); });
+      } else {
+        apply([&](int) { return typename Formula::Element{}; });
+      }
+      constexpr int kValues = kGroupWidth / 2;  // of a thread
+      if constexpr (kGated) {
+        CUTE_UNROLL
+        for (int i = 0; i < kValues; ++i) sum(i) = silu(sum(i)) * sum(i + kValues);
+      }
+      if (call.d_dtype == CUTEGEMM_E4M3) {
+        uint8_t* const out = shared.out[group][0];
+        float amax[2] = {};
+        CUTE_UNROLL
+        for (int i = 0; i < kValues; ++i) {
+          float const x = fabsf(sum(i));
+          if (x < INFINITY && n_of(i) < shape.width) amax[i / 2 % 2] = fmaxf(amax[i / 2 % 2], x);
+        }
+        CUTE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          amax[i] = fmaxf(amax[i], __shfl_xor_sync(~0u, amax[i], 1));
+          amax[i] = fmaxf(amax[i], __shfl_xor_sync(~0u, amax[i], 2));
+        }
+        if constexpr (kGated) {  // a group of scales is as wide as both warpgroups
+          turn ^= r == 0;
+          CUTE_UNROLL
+          for (int i = 0; i < 2; ++i) {
+            if (lane % 4 == 0) shared.amax[turn][group][r * kMmaRows + own_row + 8 * i] = amax[i];
+          }
+          NamedBarrier::sync(128 * kGroups, kGroups);
+          CUTE_UNROLL
+          for (int i = 0; i < 2; ++i) {
+            amax[i] = fmaxf(amax[i], shared.amax[turn][1 - group][r * kMmaRows + own_row + 8 * i]);
+          }
+        }
+        CUTE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          amax[i] = fresh_scale(amax[i], call.output.power_of_two);
+          int const m = block_m + own_row + 8 * i;
+          if (lane % 4 == 0 && (!kGated || group == 0) && m < call.m && tile_n < shape.width) {
+            call.output.scale[m * call.output.scale_stride[0] + tile_n / kSpan * call.output.scale_stride[1]] = amax[i];
+          }
+        }
+        NamedBarrier::sync(128, group);  // all codes before are stored
+        CUTE_UNROLL
+        for (int i = 0; i < kValues; i += 2) {
+          auto const two = __nv_cvt_float2_to_fp8x2({sum(i) / amax[i / 2 % 2], sum(i + 1) / amax[i / 2 % 2]},
+                                                    __NV_SATFINITE, __NV_E4M3);
+          *reinterpret_cast<uint16_t*>(out + (m_of(i) - block_m) * kGroupWidth + (n_of(i) - n0)) = two;
+        }
+        NamedBarrier::sync(128, group);
+        store_codes<kGroupWidth>(static_cast<uint8_t*>(call.d) + n0 * call.d_stride[1], call.d_stride[0],
+                                 call.d_stride[1], out, block_m, call.m, shape.width - n0, shape.codes_wide);
+      } else if (shape.store_by_tma) {
+        auto const store_as = [&](auto fp16) {
+          constexpr int kUnits = T::kOutColumns / 8;  // of 16 bytes, in a row of a box
+          int const row = warp * 16 + lane % 16, swizzle = row * kUnits / 8 % kUnits;
+          CUTE_UNROLL
+          for (int c = 0; c < kGroupWidth / 8; c += kUnits) {
+            uint32_t const box = cast_smem_ptr_to_uint(shared.out[group][out_box]);
+            if (first) wait_until_stores_read<T::kOutBoxes - 1>();
+            NamedBarrier::sync(128, group);
+            CUTE_UNROLL
+            for (int u = 0; u < kUnits; u += 2) {
+              auto const two = [&](int i) {
+                return rounded_pair<decltype(fp16)::value>(sum((c + u) * 4 + i), sum((c + u) * 4 + i + 1));
+              };
+              uint32_t const unit = (u + lane / 16) ^ swizzle;
+              store_matrices(box + (row * kUnits + unit) * 16, two(0), two(2), two(4), two(6));
+            }
+            cutlass::arch::fence_view_async_shared();
+            NamedBarrier::sync(128, group);
+            if (first) {
+              store_rows(map_d, box, n0 + c * 8, block_m);
+              commit_stores();
+            }
+            out_box = (out_box + 1) % T::kOutBoxes;
+          }
+        };
+        if (call.d_dtype == CUTEGEMM_FP16) {
+          store_as(std::true_type{});
+        } else {
+          store_as(std::false_type{});
+        }
+      } else {
+        with_float_pointer(call.d, call.d_dtype, [&](auto* d) {
+          CUTE_UNROLL
+          for (int i = 0; i < kValues; ++i) {
+            int const m = m_of(i), n = n_of(i);
+            if (m < call.m && n < shape.width) store(d + m * call.d_stride[0] + n * call.d_stride[1], sum(i));
+          }
+        });
+      }
+    });
+  }
+  if (threadIdx.x % 128 == 0) wait_for_stores();
+}
+
+template <int kTileM, int kTileN, int kClusterTilesM, int kClusterTilesN, bool kColumns, bool kGated, class Formula>
+struct Blockwise {
+  using T = blockwise::Tile<kTileM, kTileN, kClusterTilesM, kClusterTilesN, kColumns, kGated, typename Formula::Column>;
+  static constexpr auto* kKernel =
+      &blockwise_kernel<kTileM, kTileN, kClusterTilesM, kClusterTilesN, kColumns, kGated, Formula>;
+
+  static int32_t prepare() { return load_kernel(kKernel, T::kBytes); }
+  static int64_t workspace(const cutegemm_call&) { return 0; }
+
+  static int32_t launch(const cutegemm_call& call) {
+    using namespace blockwise;
+    if (call.a_dtype != CUTEGEMM_E4M3 || call.b_dtype != CUTEGEMM_E4M3) return kWrongTypes;
+    if (!is_scale(call.scale_a, 1) || !is_scale(call.scale_b, kColumns ? 1 : kSpan)) return kWrongTypes;
+    if (call.m < 1 || call.n < 1 || call.k < 1) return kWrongSize;
+    if (call.a_stride[1] != 1 || call.b_stride[0] != 1) return kWrongLayout;
+    auto const aligned = [](const void* data, int64_t bytes) {
+      return reinterpret_cast<uintptr_t>(data) % 16 == 0 && bytes % 16 == 0;
+    };
+    if (!aligned(call.a, call.a_stride[0]) || !aligned(call.b, call.b_stride[1])) return kMisaligned;
+    cutegemm_call own = call;
+    int const split = own.options.split = std::max(1, call.options.split);
+    if (split > 1 && (!T::kSplits || (split != 2 && split != 4 && split != 8))) return kWrongOptions;
+    if (bool(call.output.gated) != kGated || (kGated && (call.residual.data || call.n % (2 * T::kChunk) != 0))) {
+      return kWrongOptions;
+    }
+    bool const codes = call.d_dtype == CUTEGEMM_E4M3;
+    if (codes && (!call.output.scale || T::kWidth != kSpan || split > 1)) return kWrongTypes;
+    blockwise::Shape shape = {};
+    shape.width = kGated ? call.n / 2 : call.n;
+    shape.blocks = ceil_div(call.k, kSpan);
+    shape.m_tiles = ceil_div(call.m, T::kM * T::kClusterM);
+    shape.n_tiles = ceil_div(shape.width, T::kWidth * T::kClusterN);
+    int64_t const tiles = int64_t(shape.m_tiles) * shape.n_tiles;
+    if (tiles > INT32_MAX / 2) return kWrongSize;
+    if (split > 1 && tiles * split > call.sm_count) return kWrongOptions;  // sums lie where a next tile's stages would
+    int const band = call.options.swizzle ? call.options.swizzle : std::max(1, 1024 / (T::kM * T::kClusterM));
+    shape.band = std::min(shape.m_tiles, band);
+    bool const half = call.d_dtype == CUTEGEMM_BF16 || call.d_dtype == CUTEGEMM_FP16;
+    bool const rows = call.d_stride[1] == 1 && call.d_stride[0] >= shape.width;
+    // TMA writes whole pieces of 16 bytes, also where a row ends inside of one.
+    shape.store_by_tma = half && rows && aligned(call.d, call.d_stride[0] * 2) && shape.width % 8 == 0;
+    shape.codes_wide = codes && rows && aligned(call.d, call.d_stride[0]) && shape.width % 16 == 0;
+    int64_t const pitch = shape.blocks > 1 ? call.scale_a.block_stride : (int64_t(call.m) + 3) / 4 * 4;
+    shape.scale_a_by_tma = call.scale_a.dtype == CUTEGEMM_FP32 && (call.m == 1 || call.scale_a.stride == 1) &&
+                           pitch >= call.m && aligned(call.scale_a.data, pitch * 4);
+    CUtensorMap map_a, map_b, map_scale_a = {}, map_d = {};
+    auto const byte = CU_TENSOR_MAP_DATA_TYPE_UINT8;
+    if (!encode_rows(map_a, byte, 1, call.a, call.m, call.k, call.a_stride[0], T::kBoxA) ||
+        !encode_rows(map_b, byte, 1, call.b, call.n, call.k, call.b_stride[1], T::kBoxB) ||
+        (shape.scale_a_by_tma && !encode_row(map_scale_a, call.scale_a.data, shape.blocks, call.m, pitch, T::kM)) ||
+        (shape.store_by_tma && !encode_rows(map_d, CU_TENSOR_MAP_DATA_TYPE_UINT16, 2, call.d, call.m, shape.width,
+                                            call.d_stride[0], kMmaRows, 2 * T::kOutColumns))) {
+      return kNotImplementable;
+    }
+    int const cluster = T::kCluster * split;
+    int const clusters = int(std::min<int64_t>(tiles, call.sm_count / cluster));
+    return launch_cluster(call, kKernel, dim3(clusters * cluster), cluster, dim3(T::kThreads), T::kBytes, own, shape,
+                          map_a, map_b, map_scale_a, map_d);
+  }
+};
+
+}  // namespace cutegemm
