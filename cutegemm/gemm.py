@@ -700,17 +700,8 @@ def scaled_mm_silu_and_mul(
     return out
 
 
-def _quant_fake(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None = None,
-    silu_and_mul: bool = False,
-    power_of_two_scale: bool = False,
-    kernel_name: str | None = None,
-) -> tuple[Tensor, Tensor]:
-    columns = check_scaled_mm_quant(a, b, scale_a, scale_b, bias, silu_and_mul, power_of_two_scale, kernel_name)
+def _quant_fake(a: Tensor, b: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    columns = check_scaled_mm_quant(a, b, *rest, **named)
     q = a.new_empty((a.shape[0], columns), dtype=torch.float8_e4m3fn)
     return q, columns_of_scales((a.shape[0],), -(-columns // BLOCK), a.device)
 

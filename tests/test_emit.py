@@ -105,6 +105,16 @@ def test_unknown_kernel() -> None:
         emit.source("mm_int3")
 
 
+def test_an_epilogue_of_blockwise_kernels_gives_the_sum_where_it_has_no_operands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(emit.EPILOGUES, "residual", lambda accum, bias, residual: accum + bias + residual + 1.0)
+    name = FAMILIES["blockwise"]
+    sentence = f"emit: {name}: without operands the epilogue residual must give the sum itself"
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        emit.source(name)
+
+
 # What a file holds
 
 
