@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(decode::kThreads<kBlocks>, 1)
       }
     }
   } else if (warp >= 0) {
-    if (lane == 0) {
+    if (elect_one_sync()) {  // of any other condition ptxas does not know that it is one thread's
       bool const whole = shape.box_spans > 1;
       auto const byte_of = [&](int span) { return whole ? 0 : span * kSpan; };
       auto const span_of = [&](int span) { return whole ? span : 0; };

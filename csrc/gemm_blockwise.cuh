@@ -67,21 +67,22 @@ struct Tile {
   static constexpr int kBoxB = kGated ? kN / 2 : kRowsB / kClusterM, kBoxesB = kRowsB / kBoxB;
   static constexpr int kScalesB = kColumns ? kRowsB : kRowsB / kChunk;
   static constexpr int kSets = kRowBlocks == 1 && kN <= 128 ? 2 : 1;  // of sums: a thread has 232 registers
-  // What a group stores at a time: so many columns, of 16 bits or less.
-  static constexpr int kOutColumns = std::gcd(kGroupWidth, 64), kOutBox = kMmaRows * kSpan;
-  static constexpr int kOutBoxes = kBytesA + kBytesB > 40 * 1024 ? 1 : 2;
+  // d leaves by boxes of a block of rows and so many columns, of 16 bits or less; shared memory has room for all.
+  static constexpr int kOutColumns = std::gcd(kGroupWidth, 64), kOutBox = kMmaRows * kOutColumns * 2;
+  static constexpr int kOutBoxes = kGroupWidth / kOutColumns;  // of a block of rows
   // Whether CTAs may have parts of k. Their sums then lie where the stages were, with rows that begin 8 banks apart.
   static constexpr bool kSplits = kCluster == 1 && !kGated;
   static constexpr int kSumPitch = kN + 8;
 
   static constexpr int kOfStage = kBytesA + kBytesB + (kM + kScalesB) * 4 + 16;
-  static constexpr int kRest = 4096 + kGroups * (kOutBoxes * kOutBox + kN * int(sizeof(Column)) + 2 * kGroupM * 4);
+  static constexpr int kRest =
+      4096 + kGroups * (kRowBlocks * kOutBoxes * kOutBox + kN * int(sizeof(Column)) + 2 * kGroupM * 4);
   static constexpr int kStages = std::min(kMaxStages, (kSharedBytes - kRest) / kOfStage);
 
   struct Shared {
     alignas(1024) uint8_t a[kStages][kBytesA];
     uint8_t b[kStages][kBytesB];
-    uint8_t out[kGroups][kOutBoxes][kOutBox];
+    uint8_t out[kGroups][kRowBlocks][kOutBoxes][kOutBox];
     alignas(128) float scale_a[kStages][kM];
     float scale_b[kStages][kScalesB];
     Column columns[kGroups][kN];      // the epilogue's operands
@@ -131,7 +132,11 @@ struct Tiles {
   }
 };
 
-CUTE_DEVICE float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
+CUTE_DEVICE float silu(float x) {
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.f + __expf(-x)));
+  return x * inverse;
+}
 
 // As csrc/rows.cuh and quantize.py have it.
 CUTE_DEVICE float fresh_scale(float amax, bool power_of_two) {
@@ -184,7 +189,8 @@ __global__ void __launch_bounds__(blockwise::Tile<kTileM, kTileN, kClusterTilesM
   int const rank = int(blockIdx.x) % cluster;
   int const rank_m = T::kSplits ? 0 : rank % T::kClusterM, rank_n = T::kSplits ? 0 : rank / T::kClusterM;
   // The shuffle tells the compiler that these are the same in a warp, so that descriptors are in uniform registers.
-  int const group = __shfl_sync(~0u, int(threadIdx.x) / 128, 0) - 1, warp = int(threadIdx.x) % 128 / 32;
+  int const group = __shfl_sync(~0u, int(threadIdx.x) / 128, 0) - 1;
+  int const warp = __shfl_sync(~0u, int(threadIdx.x) % 128 / 32, 0);
   int const lane = int(threadIdx.x) % 32;
   if (threadIdx.x == 0) {
     for (auto const* map : {&map_a, &map_b, &map_scale_a}) {
@@ -223,10 +229,11 @@ __global__ void __launch_bounds__(blockwise::Tile<kTileM, kTileN, kClusterTilesM
   if (group < 0) {
     cutlass::arch::warpgroup_reg_dealloc<kGroups == 1 ? 96 : 56>();
     if (warp == 0) {
-      if (lane == 0) {
+      if (elect_one_sync()) {  // of any other condition ptxas does not know that it is one thread's
+        bool more = tiles.next(tile_m, tile_n);
         wait_for_previous_kernel();
         int const bytes = T::kBytesA + T::kBytesB + (shape.scale_a_by_tma ? T::kM * int(sizeof(float)) : 0);
-        while (tiles.next(tile_m, tile_n)) {
+        for (; more; more = tiles.next(tile_m, tile_n)) {
           for (int block = first_block; block < last_block; ++block, next_stage()) {
             empty(stage)->wait(phase ^ 1);
             full(stage)->arrive_and_expect_tx(bytes);
@@ -422,7 +429,7 @@ __global__ void __launch_bounds__(blockwise::Tile<kTileM, kTileN, kClusterTilesM
     }
   };
 
-  int turn = 0, out_box = 0;
+  int turn = 0;
   while (tiles.next(tile_m, tile_n)) {
     int const m0 = tile_m + (kBelow ? group * T::kGroupM : 0), n0 = tile_n + (kGated ? group * kGroupWidth : 0);
     // The epilogue's operands are on their way before they are needed.
@@ -479,15 +486,19 @@ __global__ void __launch_bounds__(blockwise::Tile<kTileM, kTileN, kClusterTilesM
       return;  // there is no second tile
     }
 
-    NamedBarrier::sync(128, group);  // what is there is not read any more
-    CUTE_UNROLL
-    for (int i = 0; i < kOwn; ++i) {
-      if (kN % 128 == 0 || int(threadIdx.x) % 128 + 128 * i < kN) {
-        shared.columns[group][int(threadIdx.x) % 128 + 128 * i] = own[i];
+    bool const has_operands = Formula::has_operands(call);  // without them its formula is the sum itself
+    auto const storer = [&] { return warp == 0 && elect_one_sync(); };
+    if (storer()) wait_until_stores_read<0>();
+    NamedBarrier::sync(128, group);  // what shared memory has of the tile before is not read any more
+    if (has_operands) {
+      CUTE_UNROLL
+      for (int i = 0; i < kOwn; ++i) {
+        if (kN % 128 == 0 || int(threadIdx.x) % 128 + 128 * i < kN) {
+          shared.columns[group][int(threadIdx.x) % 128 + 128 * i] = own[i];
+        }
       }
+      NamedBarrier::sync(128, group);
     }
-    NamedBarrier::sync(128, group);
-    bool const first = threadIdx.x % 128 == 0;
     for_each(make_seq<kRowBlocks>{}, [&](auto r) {
       Sum& sum = sums[r];
       int const block_m = m0 + r * kMmaRows;
@@ -499,11 +510,9 @@ __global__ void __launch_bounds__(blockwise::Tile<kTileM, kTileN, kClusterTilesM
           sum(i) = Formula::apply(sum(i), rows[r][i / 2 % 2], shared.columns[group][n_of(i) - n0], element(i));
         }
       };
-      if (!Formula::has_operands(call)) {
-        // Its formula is then the sum itself.
-      } else if (!kGated && call.residual.data) {
+      if (!kGated && call.residual.data) {
         apply([&](int i) { return Formula::element(call, min(m_of(i), call.m - 1), min(n_of(i), call.n - 1)); });
-      } else {
+      } else if (has_operands) {
         apply([&](int) { return typename Formula::Element{}; });
       }
       constexpr int kValues = kGroupWidth / 2;  // of a thread
@@ -512,18 +521,28 @@ __global__ void __launch_bounds__(blockwise::Tile<kTileM, kTileN, kClusterTilesM
         for (int i = 0; i < kValues; ++i) sum(i) = silu(sum(i)) * sum(i + kValues);
       }
       if (call.d_dtype == CUTEGEMM_E4M3) {
-        uint8_t* const out = shared.out[group][0];
-        float amax[2] = {};
-        CUTE_UNROLL
-        for (int i = 0; i < kValues; ++i) {
-          float const x = fabsf(sum(i));
-          if (x < INFINITY && n_of(i) < shape.width) amax[i / 2 % 2] = fmaxf(amax[i / 2 % 2], x);
+        uint8_t* const out = shared.out[group][r][0];
+        // Of what is finite and inside of d. That all of it is can be told by the largest itself.
+        float amax[2];
+        auto const find = [&](auto inside) {
+          amax[0] = amax[1] = 0.f;
+          CUTE_UNROLL
+          for (int i = 0; i < kValues; ++i) {
+            float const x = fabsf(sum(i));
+            if (inside(i, x)) amax[i / 2 % 2] = fmaxf(amax[i / 2 % 2], x);
+          }
+          CUTE_UNROLL
+          for (int i = 0; i < 2; ++i) {
+            amax[i] = fmaxf(amax[i], __shfl_xor_sync(~0u, amax[i], 1));
+            amax[i] = fmaxf(amax[i], __shfl_xor_sync(~0u, amax[i], 2));
+          }
+        };
+        bool finite = n0 + kGroupWidth <= shape.width;
+        if (finite) {
+          find([](int, float) { return true; });
+          finite = __all_sync(~0u, fmaxf(amax[0], amax[1]) < INFINITY);
         }
-        CUTE_UNROLL
-        for (int i = 0; i < 2; ++i) {
-          amax[i] = fmaxf(amax[i], __shfl_xor_sync(~0u, amax[i], 1));
-          amax[i] = fmaxf(amax[i], __shfl_xor_sync(~0u, amax[i], 2));
-        }
+        if (!finite) find([&](int i, float x) { return x < INFINITY && n_of(i) < shape.width; });
         if constexpr (kGated) {  // a group of scales is as wide as both warpgroups
           turn ^= r == 0;
           CUTE_UNROLL
@@ -544,12 +563,23 @@ __global__ void __launch_bounds__(blockwise::Tile<kTileM, kTileN, kClusterTilesM
             call.output.scale[m * call.output.scale_stride[0] + tile_n / kSpan * call.output.scale_stride[1]] = amax[i];
           }
         }
-        NamedBarrier::sync(128, group);  // all codes before are stored
-        CUTE_UNROLL
-        for (int i = 0; i < kValues; i += 2) {
-          auto const two = __nv_cvt_float2_to_fp8x2({sum(i) / amax[i / 2 % 2], sum(i + 1) / amax[i / 2 % 2]},
-                                                    __NV_SATFINITE, __NV_E4M3);
-          *reinterpret_cast<uint16_t*>(out + (m_of(i) - block_m) * kGroupWidth + (n_of(i) - n0)) = two;
+        auto const put = [&](auto divided) {
+          CUTE_UNROLL
+          for (int i = 0; i < kValues; i += 2) {
+            auto const two = __nv_cvt_float2_to_fp8x2({divided(i), divided(i + 1)}, __NV_SATFINITE, __NV_E4M3);
+            *reinterpret_cast<uint16_t*>(out + (m_of(i) - block_m) * kGroupWidth + (n_of(i) - n0)) = two;
+          }
+        };
+        if (finite) {
+          // The quotient, rounded as a division rounds it (Markstein), in three instructions. Where the rest would
+          // underflow the code is zero.
+          float const inverse[2] = {__frcp_rn(amax[0]), __frcp_rn(amax[1])};
+          put([&](int i) {
+            float const x = sum(i), by = amax[i / 2 % 2], quotient = x * inverse[i / 2 % 2];
+            return __fmaf_rn(__fmaf_rn(-quotient, by, x), inverse[i / 2 % 2], quotient);
+          });
+        } else {
+          put([&](int i) { return sum(i) / amax[i / 2 % 2]; });
         }
         NamedBarrier::sync(128, group);
         store_codes<kGroupWidth>(static_cast<uint8_t*>(call.d) + n0 * call.d_stride[1], call.d_stride[0],
@@ -559,25 +589,22 @@ __global__ void __launch_bounds__(blockwise::Tile<kTileM, kTileN, kClusterTilesM
           constexpr int kUnits = T::kOutColumns / 8;  // of 16 bytes, in a row of a box
           int const row = warp * 16 + lane % 16, swizzle = row * kUnits / 8 % kUnits;
           CUTE_UNROLL
-          for (int c = 0; c < kGroupWidth / 8; c += kUnits) {
-            uint32_t const box = cast_smem_ptr_to_uint(shared.out[group][out_box]);
-            if (first) wait_until_stores_read<T::kOutBoxes - 1>();
-            NamedBarrier::sync(128, group);
+          for (int u = 0; u < kGroupWidth / 8; u += 2) {
+            auto const two = [&](int i) {
+              return rounded_pair<decltype(fp16)::value>(sum(u * 4 + i), sum(u * 4 + i + 1));
+            };
+            uint32_t const box = cast_smem_ptr_to_uint(shared.out[group][r][u / kUnits]);
+            uint32_t const unit = (u % kUnits + lane / 16) ^ swizzle;
+            store_matrices(box + (row * kUnits + unit) * 16, two(0), two(2), two(4), two(6));
+          }
+          cutlass::arch::fence_view_async_shared();
+          NamedBarrier::sync(128, group);
+          if (storer()) {
             CUTE_UNROLL
-            for (int u = 0; u < kUnits; u += 2) {
-              auto const two = [&](int i) {
-                return rounded_pair<decltype(fp16)::value>(sum((c + u) * 4 + i), sum((c + u) * 4 + i + 1));
-              };
-              uint32_t const unit = (u + lane / 16) ^ swizzle;
-              store_matrices(box + (row * kUnits + unit) * 16, two(0), two(2), two(4), two(6));
+            for (int c = 0; c < T::kOutBoxes; ++c) {
+              store_rows(map_d, cast_smem_ptr_to_uint(shared.out[group][r][c]), n0 + c * T::kOutColumns, block_m);
             }
-            cutlass::arch::fence_view_async_shared();
-            NamedBarrier::sync(128, group);
-            if (first) {
-              store_rows(map_d, box, n0 + c * 8, block_m);
-              commit_stores();
-            }
-            out_box = (out_box + 1) % T::kOutBoxes;
+            commit_stores();
           }
         };
         if (call.d_dtype == CUTEGEMM_FP16) {
@@ -596,7 +623,7 @@ __global__ void __launch_bounds__(blockwise::Tile<kTileM, kTileN, kClusterTilesM
       }
     });
   }
-  if (threadIdx.x % 128 == 0) wait_for_stores();
+  if (warp == 0 && elect_one_sync()) wait_for_stores();
 }
 
 template <int kTileM, int kTileN, int kClusterTilesM, int kClusterTilesN, bool kColumns, bool kGated, class Formula>
