@@ -205,11 +205,12 @@ __global__ void __launch_bounds__(decode::kThreads<kBlocks>, 1)
       if (tile >= tiles) return;
       CUTE_UNROLL
       for (int s = 0; s < kSpans; ++s) {
-        int const of_k = min(block * kSpans + s, k_blocks - 1);  // the sums of a span past the end are zero
+        int const of_k = block * kSpans + s;
+        bool const inside = of_k < k_blocks;  // behind the end sums are zero, and so must scales be: inf * 0 is NaN
         CUTE_UNROLL
-        for (int i = 0; i < kOfThread; ++i) turn.a[s][i] = tokens.bits(i, of_k);
+        for (int i = 0; i < kOfThread; ++i) turn.a[s][i] = inside ? tokens.bits(i, of_k) : 0;
         CUTE_UNROLL
-        for (int i = 0; i < kRows / 32; ++i) turn.b[s][i] = rows.bits(i, of_k);
+        for (int i = 0; i < kRows / 32; ++i) turn.b[s][i] = inside ? rows.bits(i, of_k) : 0;
       }
       advance(kScaleWarps);
     };

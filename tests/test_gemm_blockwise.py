@@ -1297,6 +1297,18 @@ def test_kernel_error_over_a_long_k(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", PLAIN)
+def test_scales_beyond_float32_give_infinity(name: str) -> None:
+    """As the reference has it, also where a kernel computes more blocks than there are."""
+    product = make_block_product(7, 24, 3 * 128, kinds_of(KERNELS[name])[0], bias=None, device="cuda")
+    for x in (product.a, product.b):
+        x.copy_(torch.ones(x.shape, device="cuda"))
+    for scale in ("scale_a", "scale_b"):
+        product.rest[scale][:, -1] = 1e30
+    assert bool((product(kernel=name, out_dtype=FP32) == math.inf).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PLAIN)
 def test_operands_written_just_before(name: str) -> None:
     kernel = KERNELS[name]
     how: dict[str, Any] = {"kind": kinds_of(kernel)[0], "residual": BF16, "device": "cuda"}
