@@ -415,8 +415,9 @@ std::array<StableIValue, sizeof...(Arguments)> call_op(const char* name, const A
   return stack;
 }
 
-// Whether the kernels for scales of blocks, which have the output's other forms, take a call. Up to 64 tokens another
-// kernel reads the weight so much faster that a second launch is worth it.
+// Whether the kernels for scales of blocks, which have the output's other forms, take a call and are worth it: they
+// have neither decode's speed nor parts of k, so their tiles must fill most of the multiprocessors (plan.py's
+// is_fused).
 bool is_fused(const Problem& p) {
   cutegemm_call call = {};
   Key key = {};
@@ -425,9 +426,10 @@ bool is_fused(const Problem& p) {
     resolve(p, key);
     fail(p.op, ": the call was found to be in order, but not by the dispatcher; please report this");
   }
+  int64_t const width = p.gated ? 256 : 128, tiles = (int64_t(call.m) + 63) / 64 * ((call.n + width - 1) / width);
   return key.scales == kOfBlocks && call.a_dtype == CUTEGEMM_E4M3 && call.b_dtype == CUTEGEMM_E4M3 &&
-         key.aligned >= 2 && key.layout == 0 && call.k > 0 && call.n > 0 && (p.kernel || call.m > 64) &&
-         (!p.gated || call.n % 128 == 0);
+         key.aligned >= 2 && key.layout == 0 && call.k > 0 && call.n > 0 &&
+         (p.kernel || (call.m > 32 && tiles >= 96)) && (!p.gated || call.n % 128 == 0);
 }
 
 template <class T>

@@ -99,6 +99,11 @@ class Problem:
         return (self.d != "e4m3" or tile.width == 128) and (not self.gated or self.n % 128 == 0)
 
 
+def is_fused(m: int, n: int, gated: bool) -> bool:
+    """Whether csrc/dispatch.cpp gates or quantizes a product in its own launch, where scales are for blocks."""
+    return m > 32 and ceil(m / 64) * ceil(n / (256 if gated else 128)) >= 96
+
+
 def candidates(problem: Problem, m: int) -> list[Choice]:
     """Every kernel that may compute the problem and is worth trying, with the options worth trying."""
     kernels = list(problem.kernels(m))

@@ -374,7 +374,7 @@ def peers_on_cpu(monkeypatch):
 
 
 def test_fused_run_of_the_real_candidates(on_cpu, peers_on_cpu):
-    rows, refused = bench.run(FUSED, [(256, 512)], (1, 70), device="cpu")
+    rows, refused = bench.run(FUSED, [(256, 512)], (1, 3072), device="cpu")
     assert not refused
     assert [row["peers"].keys() for row in rows] == [FUSED.peers.keys()] * 3
     assert [row["kernel"].endswith("gated") for row in rows] == [False, True, False]

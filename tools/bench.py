@@ -388,9 +388,8 @@ def refuse_wrong(shape: Shape, candidate: Candidate, m: int) -> float:
 
 
 def problem(family: Family, n: int, k: int, m: int = plan.NO_LIMIT) -> plan.Problem:
-    """With up to 64 tokens csrc/dispatch.cpp has the sums written, and gates and quantizes them in a second launch."""
     operand, width = plan.DTYPES[family.dtype], family.dtype.itemsize
-    fused = family.gated and m > 64
+    fused = family.gated and plan.is_fused(m, n, gated=True)  # or else the sums are written, in float32
     return plan.Problem(
         "mm" if family.op == "mm" else "scaled_mm",
         operand,
