@@ -74,6 +74,34 @@ struct Header {
   uint64_t full[kMaxStages], empty[kMaxStages], sums_ready, sums_free;
 };
 
+// The scales of some rows, or columns: those of one block of k after the other.
+template <int kCount>
+struct ScaleRows {
+  const char* at[kCount];
+  int64_t block_bytes;
+  bool is_float;
+
+  __device__ __forceinline__ explicit ScaleRows(const cutegemm_vector& scale)
+      : block_bytes(scale.dtype == CUTEGEMM_FP32 ? 4 * scale.block_stride : scale.block_stride),
+        is_float(scale.dtype == CUTEGEMM_FP32) {}
+  __device__ __forceinline__ void set(int i, const cutegemm_vector& scale, int row) {
+    at[i] = static_cast<const char*>(scale.data) + row * (is_float ? 4 * scale.stride : scale.stride);
+  }
+  // Into L2, where also what is written yet ends up.
+  __device__ __forceinline__ void prefetch(int i, int block) const {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(at[i] + block * block_bytes) : "memory");
+  }
+  // As they lie in memory: who loads ahead must not compute with them yet.
+  __device__ __forceinline__ uint32_t bits(int i, int block) const {
+    const char* const from = at[i] + block * block_bytes;
+    if (is_float) return *reinterpret_cast<const uint32_t*>(from);
+    return *reinterpret_cast<const uint8_t*>(from);
+  }
+  __device__ __forceinline__ float value(uint32_t bits) const {
+    return is_float ? __uint_as_float(bits) : power_of_two(bits);
+  }
+};
+
 // What the host decides.
 struct Shape {
   int32_t rows;  // of a tile: a multiple of 8
@@ -84,17 +112,13 @@ struct Shape {
 // A (side, k) matrix, k contiguous, as (byte of a span, side, span), by boxes of `rows` and `spans`. What lies outside
 // of the matrix reads as zero, and so that the end of k does where it is inside of a span, boxes of one span have all
 // of k in the first dimension.
-inline bool encode(CUtensorMap& map, const void* data, int side, int64_t k_bytes, int64_t pitch_bytes, int rows,
-                   int spans, CUtensorMapL2promotion promotion) {
-  cuuint64_t const sizes[3] = {cuuint64_t(spans == 1 ? k_bytes : kSpan), cuuint64_t(side),
-                               cuuint64_t(spans == 1 ? 1 : k_bytes / kSpan)};
-  cuuint64_t const pitches[2] = {cuuint64_t(pitch_bytes), kSpan};
-  cuuint32_t const box[3] = {kSpan, cuuint32_t(rows), cuuint32_t(spans)};
-  cuuint32_t const ones[3] = {1, 1, 1};
-  return tensor_map_encoder() &&
-         tensor_map_encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<void*>(data), sizes, pitches, box,
-                              ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion,
-                              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+inline bool encode_spans(CUtensorMap& map, const void* data, int side, int64_t k_bytes, int64_t pitch_bytes, int rows,
+                         int spans, CUtensorMapL2promotion promotion) {
+  return encode<3>(
+      map, CU_TENSOR_MAP_DATA_TYPE_UINT8, data,
+      {cuuint64_t(spans == 1 ? k_bytes : kSpan), cuuint64_t(side), cuuint64_t(spans == 1 ? 1 : k_bytes / kSpan)},
+      {cuuint64_t(pitch_bytes), kSpan}, {kSpan, cuuint32_t(rows), cuuint32_t(spans)}, CU_TENSOR_MAP_SWIZZLE_128B,
+      promotion);
 }
 
 CUTE_DEVICE void load_box(const CUtensorMap& map, uint32_t to, uint64_t& barrier, int byte, int row, int span,
@@ -517,10 +541,10 @@ struct Decode {
     int64_t const k_bytes = int64_t(call.k) * kWidth;
     shape.box_spans = k_bytes % kSpan == 0 ? kSpans : 1;
     CUtensorMap map_a, map_b;
-    if (!encode(map_a, call.a, call.m, k_bytes, call.a_stride[0] * kWidth, kTokens, shape.box_spans,
-                CU_TENSOR_MAP_L2_PROMOTION_L2_128B) ||
-        !encode(map_b, call.b, call.n, k_bytes, call.b_stride[1] * kWidth, rows, shape.box_spans,
-                CU_TENSOR_MAP_L2_PROMOTION_L2_256B)) {
+    if (!encode_spans(map_a, call.a, call.m, k_bytes, call.a_stride[0] * kWidth, kTokens, shape.box_spans,
+                      CU_TENSOR_MAP_L2_PROMOTION_L2_128B) ||
+        !encode_spans(map_b, call.b, call.n, k_bytes, call.b_stride[1] * kWidth, rows, shape.box_spans,
+                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B)) {
       return kNotImplementable;
     }
     return launch_cluster(call, kKernel, dim3(clusters * split), split, dim3(kThreads<kBlocks>), kSharedBytes, own,

@@ -384,15 +384,22 @@ void run(const Problem& p, cutegemm_call& call, const Key& key, void* d, const D
            ", k = ", call.k, ": ", file->error(status));
 }
 
-// p.out, or a new tensor.
-std::optional<Tensor> execute(const Problem& p) {
+// A call in order, ready but for the output's memory.
+struct Ready {
   cutegemm_call call = {};
   Key key = {};
   ScalarType d;
-  if (!prepare(p, call, key, d)) {
+
+  explicit Ready(const Problem& p) {
+    if (prepare(p, call, key, d)) return;
     resolve(p, key);
     fail(p.op, ": the call was found to be in order, but not by the dispatcher; please report this");
   }
+};
+
+// p.out, or a new tensor.
+std::optional<Tensor> execute(const Problem& p, Ready ready) {
+  auto& [call, key, d] = ready;
   DeviceOf const device(p.a);
   std::optional<Tensor> made;
   if (!p.out) {
@@ -418,14 +425,8 @@ std::array<StableIValue, sizeof...(Arguments)> call_op(const char* name, const A
 // Whether the kernels for scales of blocks, which have the output's other forms, take a call and are worth it: they
 // have neither decode's speed nor parts of k, so their tiles must fill most of the multiprocessors (plan.py's
 // is_fused).
-bool is_fused(const Problem& p) {
-  cutegemm_call call = {};
-  Key key = {};
-  ScalarType d;
-  if (!prepare(p, call, key, d)) {
-    resolve(p, key);
-    fail(p.op, ": the call was found to be in order, but not by the dispatcher; please report this");
-  }
+bool is_fused(const Problem& p, const Ready& ready) {
+  auto const& [call, key, d] = ready;
   int64_t const width = p.gated ? 256 : 128, tiles = (int64_t(call.m) + 63) / 64 * ((call.n + width - 1) / width);
   return key.scales == kOfBlocks && call.a_dtype == CUTEGEMM_E4M3 && call.b_dtype == CUTEGEMM_E4M3 &&
          key.aligned >= 2 && key.layout == 0 && call.k > 0 && call.n > 0 &&
@@ -440,14 +441,14 @@ const T* pointer(const std::optional<T>& x) {
 Tensor mm(Tensor a, Tensor b, std::optional<Tensor> bias, OptionalDtype out_dtype, std::optional<std::string> kernel) {
   Problem p{"mm", false, a, b};
   p.bias = pointer(bias), p.out_dtype = out_dtype, p.kernel = pointer(kernel);
-  return *execute(p);
+  return *execute(p, Ready(p));
 }
 
 void mm_out(Tensor out, Tensor a, Tensor b, std::optional<Tensor> bias, OptionalDtype out_dtype,
             std::optional<std::string> kernel) {
   Problem p{"mm", false, a, b};
   p.bias = pointer(bias), p.out = &out, p.out_dtype = out_dtype, p.kernel = pointer(kernel);
-  execute(p);
+  execute(p, Ready(p));
 }
 
 Tensor scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, std::optional<Tensor> bias,
@@ -457,7 +458,7 @@ Tensor scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, std::option
   p.bias = pointer(bias), p.out_dtype = out_dtype, p.fast_accum = use_fast_accum;
   p.zero_point_a = pointer(zero_point_a), p.sum_b = pointer(sum_b), p.residual = pointer(residual),
   p.kernel = pointer(kernel);
-  return *execute(p);
+  return *execute(p, Ready(p));
 }
 
 void scaled_mm_out(Tensor out, Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, std::optional<Tensor> bias,
@@ -467,14 +468,14 @@ void scaled_mm_out(Tensor out, Tensor a, Tensor b, Tensor scale_a, Tensor scale_
   p.bias = pointer(bias), p.out = &out, p.out_dtype = out_dtype, p.fast_accum = use_fast_accum;
   p.zero_point_a = pointer(zero_point_a), p.sum_b = pointer(sum_b), p.residual = pointer(residual),
   p.kernel = pointer(kernel);
-  execute(p);
+  execute(p, Ready(p));
 }
 
 // Where no kernel has all of a fused form: its sums in float32, so that they are rounded once, too.
 Tensor sums_of(Problem p) {
   p.out = nullptr, p.out_dtype = int32_t(ScalarType::Float);
   p.gated = p.quantized = false, p.fast_accum = true;
-  return *execute(p);
+  return *execute(p, Ready(p));
 }
 
 // silu of the first half of the columns of x times the second half.
@@ -488,7 +489,8 @@ Tensor scaled_mm_silu_and_mul(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b
                               OptionalDtype out_dtype, std::optional<std::string> kernel) {
   Problem p{"scaled_mm_silu_and_mul", true, a, b, &scale_a, &scale_b};
   p.bias = pointer(bias), p.out_dtype = out_dtype, p.gated = true, p.kernel = pointer(kernel);
-  if (is_fused(p)) return *execute(p);
+  Ready const ready(p);
+  if (is_fused(p, ready)) return *execute(p, ready);
   Tensor out = empty({a.size(0), b.size(1) / 2}, scalar_type(out_dtype, ScalarType::BFloat16), a);
   gate(out, sums_of(p));
   return out;
@@ -499,8 +501,9 @@ void scaled_mm_silu_and_mul_out(Tensor out, Tensor a, Tensor b, Tensor scale_a, 
                                 std::optional<std::string> kernel) {
   Problem p{"scaled_mm_silu_and_mul", true, a, b, &scale_a, &scale_b};
   p.bias = pointer(bias), p.out = &out, p.out_dtype = out_dtype, p.gated = true, p.kernel = pointer(kernel);
-  if (is_fused(p)) {
-    execute(p);
+  Ready const ready(p);
+  if (is_fused(p, ready)) {
+    execute(p, ready);
   } else {
     gate(out, sums_of(p));
   }
@@ -512,12 +515,13 @@ std::tuple<Tensor, Tensor> scaled_mm_quant(Tensor a, Tensor b, Tensor scale_a, T
   Problem p{"scaled_mm_quant", true, a, b, &scale_a, &scale_b};
   p.bias = pointer(bias), p.kernel = pointer(kernel);
   p.quantized = true, p.gated = silu_and_mul, p.power_of_two = power_of_two_scale;
-  if (is_fused(p)) {
+  Ready const ready(p);
+  if (is_fused(p, ready)) {
     int64_t const m = a.size(0), width = silu_and_mul ? b.size(1) / 2 : b.size(1), groups = (width + 127) / 128;
     int64_t const pitch = (m + 3) / 4 * 4, sizes[2] = {m, groups}, strides[2] = {1, pitch};
     Tensor const scale = empty_strided(Sizes(sizes, 2), Sizes(strides, 2), ScalarType::Float, a);
     p.scale = &scale;
-    return {*execute(p), scale};
+    return {*execute(p, ready), scale};
   }
   Tensor const sums = sums_of(p);
   std::optional<Tensor> const none;

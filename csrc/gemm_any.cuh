@@ -284,15 +284,11 @@ __global__ void __launch_bounds__(kThreads, kResident<T, kScaled>)
 
   // Of the rows and columns of this tile: of this block of k, and of the next.
   __shared__ float scales[kScaled ? 2 : 1][2 * kTile];
-  [[maybe_unused]] ScaleRows<1> scale(t < kTile ? call.scale_a : call.scale_b);
-  if constexpr (kScaled) {
-    if (t < kTile) {
-      scale.set(0, call.scale_a, min(first_row + t, m - 1));
-    } else {
-      scale.set(0, call.scale_b, min(first_column + t - kTile, n - 1) / call.scale_b.group);
-    }
-  }
-  const auto put_scales = [&](int block) { scales[block % 2][t] = scale.load(0, block); };
+  const auto put_scales = [&](int block) {
+    scales[block % 2][t] =
+        t < kTile ? load_scale(call.scale_a, min(first_row + t, m - 1), block)
+                  : load_scale(call.scale_b, min(first_column + t - kTile, n - 1) / call.scale_b.group, block);
+  };
 
   Stager<T> a(problem.a, first_row, k), b(problem.b, first_column, k);
   const int lane = t % 32, warp_row = t / 32 % 2 * 32, warp_column = t / 64 * 32;

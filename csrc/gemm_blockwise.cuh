@@ -33,6 +33,7 @@
 #include <type_traits>
 
 #include "cluster.cuh"
+#include "fp8_scale.cuh"
 #include "kernel_file.cuh"
 #include "scale_rows.cuh"
 #include "tma.cuh"
@@ -136,12 +137,6 @@ CUTE_DEVICE float silu(float x) {
   float inverse;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.f + __expf(-x)));
   return x * inverse;
-}
-
-// As csrc/rows.cuh and quantize.py have it.
-CUTE_DEVICE float fresh_scale(float amax, bool power_of_two) {
-  float const scale = __fdiv_rn(fmaxf(amax, 0x1p-40f), 448.f);
-  return power_of_two ? __uint_as_float((__float_as_uint(scale) + 0x7fffffu) & 0x7f800000u) : scale;
 }
 
 // A warpgroup's codes, kMmaRows rows of kWidth, from shared memory to d: of which the rows from m0 on are to be stored,
@@ -557,7 +552,8 @@ __global__ void __launch_bounds__(blockwise::Tile<kTileM, kTileN, kClusterTilesM
         }
         CUTE_UNROLL
         for (int i = 0; i < 2; ++i) {
-          amax[i] = fresh_scale(amax[i], call.output.power_of_two);
+          amax[i] = __fdiv_rn(fmaxf(amax[i], kAmaxFloor), kE4m3Max);
+          if (call.output.power_of_two) amax[i] = power_of_two_above(amax[i]);
           int const m = block_m + own_row + 8 * i;
           if (lane % 4 == 0 && (!kGated || group == 0) && m < call.m && tile_n < shape.width) {
             call.output.scale[m * call.output.scale_stride[0] + tile_n / kSpan * call.output.scale_stride[1]] = amax[i];
@@ -571,13 +567,9 @@ __global__ void __launch_bounds__(blockwise::Tile<kTileM, kTileN, kClusterTilesM
           }
         };
         if (finite) {
-          // The quotient, rounded as a division rounds it (Markstein), in three instructions. Where the rest would
-          // underflow the code is zero.
+          // Where divided() underflows the code is zero.
           float const inverse[2] = {__frcp_rn(amax[0]), __frcp_rn(amax[1])};
-          put([&](int i) {
-            float const x = sum(i), by = amax[i / 2 % 2], quotient = x * inverse[i / 2 % 2];
-            return __fmaf_rn(__fmaf_rn(-quotient, by, x), inverse[i / 2 % 2], quotient);
-          });
+          put([&](int i) { return divided(sum(i), amax[i / 2 % 2], inverse[i / 2 % 2]); });
         } else {
           put([&](int i) { return sum(i) / amax[i / 2 % 2]; });
         }

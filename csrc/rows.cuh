@@ -15,13 +15,13 @@
 #include <type_traits>
 
 #include "chain.cuh"
+#include "fp8_scale.cuh"
 #include "torch_op.h"
 
 namespace cutegemm {
 
 constexpr int kChunk = 8, kOfWarp = 32 * kChunk;
-constexpr float kE4m3Max = 448.f, kInt8Max = 127.f;
-constexpr float kAmaxFloor = 0x1p-40f;  // quantize.py says why
+constexpr float kInt8Max = 127.f;
 constexpr uint32_t kInf = 0x7f800000u;
 
 // As words: of an array of a 16-bit class the compiler makes eight loads of two bytes.
@@ -236,15 +236,13 @@ struct Quantization {
   float* scale;          // what is returned
   int64_t given_stride[2], stride[2];
 
-  // Division by a constant, with the bits of IEEE's (Markstein): amax is in the range where that holds.
+  // amax is in the range where divided() holds.
   __device__ __forceinline__ float scale_of(unsigned amax_bits) const {
     float value = __uint_as_float(amax_bits);
     if (is_special && bound) value = fminf(value, *bound);
     value = fmaxf(value, kAmaxFloor);
-    const float quotient = value * reciprocal;
-    const float exact = __fmaf_rn(__fmaf_rn(-quotient, largest, value), reciprocal, quotient);
-    if (!is_special || !power_of_two) return exact;
-    return __uint_as_float((__float_as_uint(exact) + 0x7fffffu) & kInf);  // the next one up, or itself
+    const float exact = divided(value, largest, reciprocal);
+    return is_special && power_of_two ? power_of_two_above(exact) : exact;
   }
 };
 

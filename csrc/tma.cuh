@@ -7,40 +7,41 @@
 
 namespace cutegemm {
 
-inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
-  static PFN_cuTensorMapEncodeTiled_v12000 const encode = [] {
+// A tensor of kRank dimensions, the first contiguous, by boxes. pitches: bytes from one to the next along the others.
+// What lies outside reads as zero, and is not written.
+template <int kRank>
+bool encode(CUtensorMap& map, CUtensorMapDataType type, const void* data, const cuuint64_t (&sizes)[kRank],
+            const cuuint64_t (&pitches)[kRank - 1], const cuuint32_t (&box)[kRank], CUtensorMapSwizzle swizzle,
+            CUtensorMapL2promotion promotion) {
+  static PFN_cuTensorMapEncodeTiled_v12000 const encoder = [] {
     void* entry = nullptr;
     cudaDriverEntryPointQueryResult found;
     cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
     return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(entry);
   }();
-  return encode;
+  cuuint32_t ones[kRank];
+  for (auto& one : ones) one = 1;
+  return encoder &&
+         encoder(&map, type, kRank, const_cast<void*>(data), sizes, pitches, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                 swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 // A matrix whose rows are contiguous, by boxes of box_bytes (128, 64 or 32) of each of box_rows rows, which lie in
-// shared memory in the order that wgmma and stmatrix want (swizzled). What lies outside reads as zero, and is not
-// written.
+// shared memory in the order that wgmma and stmatrix want (swizzled).
 inline bool encode_rows(CUtensorMap& map, CUtensorMapDataType type, int bytes, const void* data, int64_t rows,
                         int64_t columns, int64_t pitch, int box_rows, int box_bytes = 128) {
-  cuuint64_t const sizes[2] = {cuuint64_t(columns), cuuint64_t(rows)}, pitches[1] = {cuuint64_t(pitch * bytes)};
-  cuuint32_t const box[2] = {cuuint32_t(box_bytes / bytes), cuuint32_t(box_rows)}, ones[2] = {1, 1};
   CUtensorMapSwizzle const swizzle = box_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
                                      : box_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
                                                        : CU_TENSOR_MAP_SWIZZLE_32B;
-  return tensor_map_encoder() &&
-         tensor_map_encoder()(&map, type, 2, const_cast<void*>(data), sizes, pitches, box, ones,
-                              CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  return encode<2>(map, type, data, {cuuint64_t(columns), cuuint64_t(rows)}, {cuuint64_t(pitch * bytes)},
+                   {cuuint32_t(box_bytes / bytes), cuuint32_t(box_rows)}, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
 // A matrix of FP32 whose rows are contiguous, by boxes of `box` elements of one row, as they are.
 inline bool encode_row(CUtensorMap& map, const void* data, int64_t rows, int64_t columns, int64_t pitch, int box) {
-  cuuint64_t const sizes[2] = {cuuint64_t(columns), cuuint64_t(rows)}, pitches[1] = {cuuint64_t(pitch * 4)};
-  cuuint32_t const boxes[2] = {cuuint32_t(box), 1}, ones[2] = {1, 1};
-  return tensor_map_encoder() &&
-         tensor_map_encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, const_cast<void*>(data), sizes, pitches, boxes,
-                              ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
-                              CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  return encode<2>(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, data, {cuuint64_t(columns), cuuint64_t(rows)},
+                   {cuuint64_t(pitch * 4)}, {cuuint32_t(box), 1}, CU_TENSOR_MAP_SWIZZLE_NONE,
+                   CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
 }
 
 // Boxes of a map, at (column, row). The loads tell a barrier of this CTA; with a mask, those of all its CTAs, at
