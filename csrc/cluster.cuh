@@ -13,14 +13,13 @@ __device__ __forceinline__ uint32_t remote_address(T* p, int rank) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(cute::cast_smem_ptr_to_uint(p)), "r"(rank));
   return remote;
 }
-__device__ __forceinline__ void store_remote(uint32_t remote, float value) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
-}
-__device__ __forceinline__ void store_remote(uint32_t remote, int32_t value) {
-  asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(remote), "r"(value) : "memory");
-}
-__device__ __forceinline__ void store_remote(uint32_t remote, float x, float y) {
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(remote), "f"(x), "f"(y) : "memory");
+// Copies shared memory to another CTA, whose barrier counts the bytes as they come: 16 or a multiple of it. It reads
+// what was written before a fence_view_async_shared(). Stores of threads would take 2 cycles each, whatever their size.
+__device__ __forceinline__ void copy_to_remote(uint32_t remote, uint32_t remote_barrier, const void* from, int bytes) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(remote),
+      "r"(cute::cast_smem_ptr_to_uint(from)), "r"(bytes), "r"(remote_barrier)
+      : "memory");
 }
 // An arrival at a barrier of the cluster publishes the stores before it, and the wait sees them.
 __device__ __forceinline__ void arrive_at(uint64_t& barrier, int rank) {

@@ -51,7 +51,6 @@ constexpr int kSpan = 128;  // bytes of k: TMA's and wgmma's swizzle
 constexpr int kSpans = 2;   // in a stage
 constexpr int kConsumers = 128;
 constexpr int kScaleWarps = 3;  // each brings every third stage's scales
-constexpr int kTurnsAhead = 3;  // of a scale warp: so many stages' scales it has asked for
 constexpr int kMaxStages = 24;
 constexpr int kSharedBytes = 225 * 1024;
 constexpr int kBytesInFlight = 8 << 20;  // of the weight, over all CTAs
@@ -69,14 +68,17 @@ struct Header {
   struct Scales {
     float a[kTokens], b[kRows];
   };
-  Sum sums[kTokens * kRows];  // of the cluster, for the rows that this CTA finishes: [split][token][row]
+  // The other CTAs' sums of the rows that this one finishes, as [part of k][token][row], and its own of all rows, as
+  // [part of the rows][token][row].
+  Sum sums[kTokens * kRows], own[kTokens * kRows];
   Scales scales[kBlocks ? kMaxStages : 0][kSpans];
   uint64_t full[kMaxStages], empty[kMaxStages], sums_ready, sums_free;
 };
 
-// The scales of some rows, or columns: those of one block of k after the other.
-template <int kCount>
+// The scales of up to kSize rows, or columns, a warp's lanes in turn: those of one block of k after the other.
+template <int kSize>
 struct ScaleRows {
+  static constexpr int kCount = (kSize + 31) / 32;  // of a lane
   const char* at[kCount];
   int64_t block_bytes;
   bool is_float;
@@ -88,17 +90,34 @@ struct ScaleRows {
     at[i] = static_cast<const char*>(scale.data) + row * (is_float ? 4 * scale.stride : scale.stride);
   }
   // Into L2, where also what is written yet ends up.
-  __device__ __forceinline__ void prefetch(int i, int block) const {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(at[i] + block * block_bytes) : "memory");
+  __device__ __forceinline__ void prefetch(int block) const {
+    CUTE_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(at[i] + block * block_bytes) : "memory");
+    }
   }
-  // As they lie in memory: who loads ahead must not compute with them yet.
-  __device__ __forceinline__ uint32_t bits(int i, int block) const {
-    const char* const from = at[i] + block * block_bytes;
-    if (is_float) return *reinterpret_cast<const uint32_t*>(from);
-    return *reinterpret_cast<const uint8_t*>(from);
+  // Calls f with each row that is this lane's, and its index here.
+  template <class F>
+  __device__ __forceinline__ void for_each_row(int lane, F&& f) const {
+    CUTE_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+      if (kSize % 32 == 0 || i * 32 + lane < kSize) f(i * 32 + lane, i);
+    }
   }
-  __device__ __forceinline__ float value(uint32_t bits) const {
-    return is_float ? __uint_as_float(bits) : power_of_two(bits);
+  // FP32 to shared memory, without a register; zeros of what is not `inside`.
+  __device__ __forceinline__ void copy(float (&to)[kSize], int lane, int block, bool inside) const {
+    for_each_row(lane, [&](int row, int i) {
+      auto const& from = *reinterpret_cast<const float*>(at[i] + block * block_bytes);
+      SM80_CP_ASYNC_CACHEALWAYS_ZFILL<float>::copy(from, to[row], inside);
+    });
+  }
+  __device__ __forceinline__ void load(float (&values)[kCount], int lane, int block, bool inside) const {
+    for_each_row(lane, [&](int, int i) {
+      const char* const from = at[i] + block * block_bytes;
+      values[i] = !inside    ? 0.f
+                  : is_float ? *reinterpret_cast<const float*>(from)
+                             : power_of_two(*reinterpret_cast<const uint8_t*>(from));
+    });
   }
 };
 
@@ -171,10 +190,12 @@ __global__ void __launch_bounds__(decode::kThreads<kBlocks>, 1)
   auto& header = *reinterpret_cast<Header<kTokens, Sum, kBlocks>*>(shared);
   auto const full = [&](int stage) { return reinterpret_cast<Full*>(&header.full[stage]); };
   auto const empty = [&](int stage) { return reinterpret_cast<Empty*>(&header.empty[stage]); };
+  auto& sums_ready = reinterpret_cast<Full&>(header.sums_ready);
   uint8_t* const stages = shared + shape.header_bytes;
   int const span_b = shape.rows * kSpan, offset_a = kSpans * span_b;
 
   int const split = call.options.split, rank = blockIdx.x % split;
+  int const sum_bytes = kTokens * (kRows / split) * (split - 1) * int(sizeof(Sum));  // that come for a tile
   int const cluster = blockIdx.x / split, clusters = gridDim.x / split;
   int const tiles = ceil_div(call.n, shape.rows), blocks = ceil_div(call.k, kSpans * kStep);
   int const first = min(blocks, ceil_div(blocks, split) * rank), last = min(blocks, first + ceil_div(blocks, split));
@@ -184,12 +205,13 @@ __global__ void __launch_bounds__(decode::kThreads<kBlocks>, 1)
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map_a) : "memory");
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map_b) : "memory");
     for (int s = 0; s < shape.stages; ++s) {
-      full(s)->init(kBlocks ? 2 : 1);  // TMA's, and a warp's with scales
+      full(s)->init(kBlocks ? 1 + 32 : 1);  // TMA's, and those of a warp that brings scales
       empty(s)->init(kConsumers / 32);
     }
-    reinterpret_cast<Empty*>(&header.sums_ready)->init(split * kConsumers / 32);
+    sums_ready.init(1);
     reinterpret_cast<Empty*>(&header.sums_free)->init(split * kConsumers / 32);
     cutlass::arch::fence_barrier_init();
+    if (split > 1) sums_ready.arrive_and_expect_tx(sum_bytes);
   }
   __syncthreads();
   if (split > 1) {  // no CTA of a cluster may write to another before that one runs
@@ -202,77 +224,55 @@ __global__ void __launch_bounds__(decode::kThreads<kBlocks>, 1)
   // are in uniform registers; kernels without scales have time enough.
   int const warp = (kBlocks ? __shfl_sync(~0u, int(threadIdx.x) / 32, 0) : int(threadIdx.x) / 32) - kConsumers / 32;
   if (kBlocks && warp > 0) {
-    constexpr int kOfThread = (kTokens + 31) / 32;
-    struct Turn {
-      uint32_t a[kSpans][kOfThread], b[kSpans][kRows / 32];
-    } turns[kTurnsAhead];
-    int const k_blocks = ceil_div(call.k, kStep), count = ceil_div(tiles - cluster, clusters) * (last - first);
-    ScaleRows<kOfThread> tokens(call.scale_a);
-    ScaleRows<kRows / 32> rows(call.scale_b);
+    int const k_blocks = ceil_div(call.k, kStep);
+    ScaleRows<kTokens> tokens(call.scale_a);
+    ScaleRows<kRows> rows(call.scale_b);
     CUTE_UNROLL
-    for (int i = 0; i < kOfThread; ++i) tokens.set(i, call.scale_a, min(i * 32 + lane, call.m - 1));
+    for (int i = 0; i < tokens.kCount; ++i) tokens.set(i, call.scale_a, min(i * 32 + lane, call.m - 1));
     int tile = cluster, block = first;
-    auto const set_rows = [&] {
+    auto const advance = [&](int turns) {
+      for (block += turns; block >= last && tile < tiles; block -= last - first) tile += clusters;
       CUTE_UNROLL
-      for (int i = 0; i < kRows / 32; ++i) {
+      for (int i = 0; i < rows.kCount; ++i) {
         int const row = min(tile * shape.rows + i * 32 + lane, call.n - 1);
         rows.set(i, call.scale_b, call.scale_b.group == 1 ? row : row / 128);
       }
     };
-    auto const advance = [&](int blocks) {
-      block += blocks;
-      if (block < last) return;
-      for (; block >= last && tile < tiles; block -= last - first) tile += clusters;
-      set_rows();
-    };
-    auto const load = [&](Turn& turn) {
-      if (tile >= tiles) return;
-      CUTE_UNROLL
-      for (int s = 0; s < kSpans; ++s) {
-        int const of_k = block * kSpans + s;
-        bool const inside = of_k < k_blocks;  // behind the end sums are zero, and so must scales be: inf * 0 is NaN
-        CUTE_UNROLL
-        for (int i = 0; i < kOfThread; ++i) turn.a[s][i] = inside ? tokens.bits(i, of_k) : 0;
-        CUTE_UNROLL
-        for (int i = 0; i < kRows / 32; ++i) turn.b[s][i] = inside ? rows.bits(i, of_k) : 0;
-      }
-      advance(kScaleWarps);
-    };
+    if (first == last) tile = tiles;
+    advance(warp - 1);
+    if (!call.options.no_chain && tile < tiles) rows.prefetch(block * kSpans);
+    wait_for_previous_kernel();
     int stage = warp - 1, phase = 1;  // there are more stages than scale warps, see launch()
-    auto const store = [&](const Turn& turn) {
+    for (; tile < tiles; advance(kScaleWarps)) {
       empty(stage)->wait(phase);
-      CUTE_UNROLL
-      for (int s = 0; s < kSpans; ++s) {
-        auto& scales = header.scales[stage][s];
+      auto& scales = header.scales[stage];
+      // Behind the end of k sums are zero, and so must scales be: inf * 0 is NaN.
+      auto const inside = [&](int span) { return block * kSpans + span < k_blocks; };
+      if (tokens.is_float && rows.is_float) {
         CUTE_UNROLL
-        for (int i = 0; i < kOfThread; ++i) {
-          if (i * 32 + lane < kTokens) scales.a[i * 32 + lane] = tokens.value(turn.a[s][i]);
+        for (int s = 0; s < kSpans; ++s) {
+          tokens.copy(scales[s].a, lane, block * kSpans + s, inside(s));
+          rows.copy(scales[s].b, lane, block * kSpans + s, inside(s));
+        }
+        cutlass::arch::cpasync_barrier_arrive_noinc(&header.full[stage]);
+      } else {
+        float a[kSpans][tokens.kCount], b[kSpans][rows.kCount];
+        CUTE_UNROLL
+        for (int s = 0; s < kSpans; ++s) {
+          tokens.load(a[s], lane, block * kSpans + s, inside(s));
+          rows.load(b[s], lane, block * kSpans + s, inside(s));
         }
         CUTE_UNROLL
-        for (int i = 0; i < kRows / 32; ++i) scales.b[i * 32 + lane] = rows.value(turn.b[s][i]);
+        for (int s = 0; s < kSpans; ++s) {
+          tokens.for_each_row(lane, [&](int row, int i) { scales[s].a[row] = a[s][i]; });
+          rows.for_each_row(lane, [&](int row, int i) { scales[s].b[row] = b[s][i]; });
+        }
+        full(stage)->arrive();
       }
-      __syncwarp();
-      if (lane == 0) full(stage)->arrive();
       for (stage += kScaleWarps; stage >= shape.stages; stage -= shape.stages) phase ^= 1;
-    };
-    set_rows();
-    advance(warp - 1);
-    if (!call.options.no_chain && tile < tiles) {
-      CUTE_UNROLL
-      for (int i = 0; i < kRows / 32; ++i) rows.prefetch(i, block * kSpans);
-    }
-    wait_for_previous_kernel();
-    CUTE_UNROLL
-    for (int i = 0; i < kTurnsAhead; ++i) load(turns[i]);
-    for (int at = warp - 1; at < count;) {
-      CUTE_UNROLL
-      for (int i = 0; i < kTurnsAhead && at < count; ++i, at += kScaleWarps) {
-        store(turns[i]);
-        load(turns[i]);
-      }
     }
   } else if (warp >= 0) {
-    if (elect_one_sync()) {  // of any other condition ptxas does not know that it is one thread's
+    if (lane == 0) {  // with elect_one_sync() this is half as long, and decode 1 to 4 % slower
       bool const whole = shape.box_spans > 1;
       auto const byte_of = [&](int span) { return whole ? 0 : span * kSpan; };
       auto const span_of = [&](int span) { return whole ? span : 0; };
@@ -426,31 +426,51 @@ __global__ void __launch_bounds__(decode::kThreads<kBlocks>, 1)
       }
 
       if (split == 1) {
+        auto const finished = [&](int i, auto const& element) {
+          return Formula::apply(sum(i), rows[i / 4 * 2 + i % 2], columns[i / 2 % 2], element);
+        };
+        if constexpr (kBlocks) {
+          // Code is waited for where it is executed once, and that which loads an element's operand is long.
+          auto const finish_all = [&](auto element) {
+            CUTE_UNROLL
+            for (int i = 0; i < size(sum); ++i) sum(i) = finished(i, element(token_of(i), row0 + row_of(i)));
+          };
+          if (call.residual.data) {
+            finish_all([&](int m, int n) { return Formula::element(call, min(m, call.m - 1), min(n, call.n - 1)); });
+          } else if (Formula::has_operands(call)) {
+            finish_all([](int, int) { return typename Formula::Element{}; });
+          }
+        }
         with_float_pointer(call.d, call.d_dtype, [&](auto* d) {
           CUTE_UNROLL
           for (int i = 0; i < size(sum); ++i) {
             int const m = token_of(i), n = row0 + row_of(i);
-            if (m < call.m && n < end) {
-              store(d + m * call.d_stride[0] + n * call.d_stride[1],
-                    Formula::apply(sum(i), rows[i / 4 * 2 + i % 2], columns[i / 2 % 2], Formula::element(call, m, n)));
+            if (m >= call.m || n >= end) continue;
+            auto* const to = d + m * call.d_stride[0] + n * call.d_stride[1];
+            if constexpr (kBlocks) {
+              store(to, sum(i));
+            } else {
+              store(to, finished(i, Formula::element(call, m, n)));
             }
           }
         });
       } else {
         wait_cluster(header.sums_free, sums_phase ^ 1);
-        uint32_t to[2];
-        CUTE_UNROLL
-        for (int i = 0; i < 2; ++i) {
-          int const row = row_of(i * 2);
-          to[i] =
-              remote_address(&header.sums[(rank * kTokens + own_token) * part_rows + row % part_rows], row / part_rows);
-        }
         CUTE_UNROLL
         for (int i = 0; i < size(sum); ++i) {
-          store_remote(to[i / 2 % 2] + (i / 4 * 8 + i % 2) * part_rows * int(sizeof(Sum)), sum(i));
+          int const row = row_of(i);
+          header.own[(row / part_rows * kTokens + token_of(i)) * part_rows + row % part_rows] = sum(i);
         }
-        __syncwarp();
-        if (lane < split) arrive_at(header.sums_ready, lane);
+        cutlass::arch::fence_view_async_shared();
+        cutlass::arch::NamedBarrier::sync(kConsumers, 0);
+        if (threadIdx.x == 0) {
+          for (int to = 0; to < split; ++to) {
+            if (to == rank) continue;
+            copy_to_remote(remote_address(&header.sums[rank * kTokens * part_rows], to),
+                           remote_address(&header.sums_ready, to), &header.own[to * kTokens * part_rows],
+                           kTokens * part_rows * int(sizeof(Sum)));
+          }
+        }
         wait_cluster(header.sums_ready, sums_phase);
         int const n = row0 + rank * part_rows + part_row;
         CUTE_UNROLL
@@ -458,11 +478,16 @@ __global__ void __launch_bounds__(decode::kThreads<kBlocks>, 1)
           int const m = part_token + i * (kConsumers / part_rows);
           if (m < call.m && n < end) {
             Sum total = 0;
-            for (int s = 0; s < split; ++s) total += header.sums[(s * kTokens + m) * part_rows + part_row];
+            for (int s = 0; s < split; ++s) {
+              total += (s == rank ? header.own : header.sums)[(s * kTokens + m) * part_rows + part_row];
+            }
+            typename Formula::Element element = {};
+            if (!kBlocks || call.residual.data) element = Formula::element(call, m, n);
             store_from_float(call.d, call.d_dtype, m * call.d_stride[0] + n * call.d_stride[1],
-                             Formula::apply(total, rows[i], columns[0], Formula::element(call, m, n)));
+                             Formula::apply(total, rows[i], columns[0], element));
           }
         }
+        if (threadIdx.x == 0) sums_ready.arrive_and_expect_tx(sum_bytes);  // of the next tile
         __syncwarp();
         if (lane < split) arrive_at(header.sums_free, lane);
         sums_phase ^= 1;

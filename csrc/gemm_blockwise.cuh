@@ -11,7 +11,7 @@
 //    loads its own waits for L2 in every block, which takes longer than its MMAs.
 //  - CTAs of a cluster, whose tiles lie one above the other or side by side, load parts of the operand that they share
 //    for each other.
-//  - CTAs are persistent, and d leaves through shared memory while the next tile's MMAs run.
+//  - CTAs are persistent. While sums become d and leave through shared memory, the next tile has its first MMA running.
 //  - A multiprocessor takes in 64 bytes a cycle, so a tile of 128 x 128 waits for its operands as long as for its MMAs.
 //    Where there are few tiles the CTAs of a cluster have parts of k of one that is larger instead, and exchange sums
 //    in the end, which are added in order.
@@ -51,33 +51,36 @@ constexpr int kScaleWarps = 3;
 constexpr int kMaxStages = 8;
 constexpr int kSharedBytes = 227 * 1024;
 
-// A tile of kTileM rows of a and kTileN of b. Its warpgroups stand one below the other with the tile's whole width, or
-// in a gated one side by side; of a group's rows of b the first half are gates. kColumns: scale_b is one for each
-// column.
+// A tile of kTileM rows of a and kTileN of b. Its warpgroups stand one below the other, each with the tile's whole
+// width, in one MMA, or two: of 64 rows each, or in a gated tile of half of the width, where the first half of an MMA's
+// columns are gates. kColumns: scale_b is one for each column.
 template <int kTileM, int kTileN, int kClusterTilesM, int kClusterTilesN, bool kColumns, bool kGated, class Column>
 struct Tile {
   static constexpr int kM = kTileM, kRowsB = kTileN, kWidth = kGated ? kTileN / 2 : kTileN;  // kWidth: of d
   static constexpr int kClusterM = kClusterTilesM, kClusterN = kClusterTilesN, kCluster = kClusterM * kClusterN;
-  static constexpr int kGroups = kGated || kM > kMmaRows ? 2 : 1;
-  static constexpr int kGroupM = kGated ? kM : kM / kGroups, kRowBlocks = kGroupM / kMmaRows;
-  static constexpr int kN = kGated ? kTileN / kGroups : kTileN, kGroupWidth = kGated ? kN / 2 : kN;  // of a group
+  static constexpr int kGroups = kM > kMmaRows ? 2 : 1, kGroupM = kM / kGroups;
+  static constexpr int kRowBlocks = kGroupM / kMmaRows, kColumnBlocks = kGated ? 2 : 1;  // of a group: an MMA each
+  static constexpr int kMmas = kRowBlocks * kColumnBlocks;
+  static constexpr int kN = kRowsB / kColumnBlocks,
+                       kMmaWidth = kGated ? kN / 2 : kN;  // of an MMA, and what it has of d
   static constexpr int kThreads = 128 * (kGroups + 1);
-  static constexpr int kChunk = std::gcd(kGated ? kGroupWidth : kN, 128);  // columns that surely have one scale_b
+  static constexpr int kChunk = std::gcd(kMmaWidth, 128);  // columns that surely have one scale_b
   static constexpr int kBytesA = kM * kSpan, kBytesB = kRowsB * kSpan;
   static constexpr int kBoxA = kM / kClusterN;  // rows of a TMA load; b's lie together in it as they do in memory
-  static constexpr int kBoxB = kGated ? kN / 2 : kRowsB / kClusterM, kBoxesB = kRowsB / kBoxB;
+  static constexpr int kBoxB = kGated ? kMmaWidth : kRowsB / kClusterM, kBoxesB = kRowsB / kBoxB;
   static constexpr int kScalesB = kColumns ? kRowsB : kRowsB / kChunk;
-  static constexpr int kSets = kRowBlocks == 1 && kN <= 128 ? 2 : 1;  // of sums: a thread has 232 registers
+  static constexpr int kSets = kMmas == 1 && kN <= 128 ? 2 : 1;  // of sums: a thread has 224 registers
   // d leaves by boxes of a block of rows and so many columns, of 16 bits or less; shared memory has room for all.
-  static constexpr int kOutColumns = std::gcd(kGroupWidth, 64), kOutBox = kMmaRows * kOutColumns * 2;
-  static constexpr int kOutBoxes = kGroupWidth / kOutColumns;  // of a block of rows
-  // Whether CTAs may have parts of k. Their sums then lie where the stages were, with rows that begin 8 banks apart.
-  static constexpr bool kSplits = kCluster == 1 && !kGated;
+  static constexpr int kOutColumns = std::gcd(kMmaWidth, 64), kOutBox = kMmaRows * kOutColumns * 2;
+  static constexpr int kOutBoxes = kWidth / kOutColumns;  // of a block of rows
+  // Whether CTAs may have parts of k: not of the largest, which have no registers left for it. Their sums then lie
+  // where the stages were, with rows that begin 8 banks apart.
+  static constexpr bool kSplits = kCluster == 1 && !kGated && kM * kN <= 128 * 144;
   static constexpr int kSumPitch = kN + 8;
+  static constexpr bool kQuantizes = kWidth == kSpan && kM <= 128;  // has a fresh scale's columns, and registers left
 
   static constexpr int kOfStage = kBytesA + kBytesB + (kM + kScalesB) * 4 + 16;
-  static constexpr int kRest =
-      4096 + kGroups * (kRowBlocks * kOutBoxes * kOutBox + kN * int(sizeof(Column)) + 2 * kGroupM * 4);
+  static constexpr int kRest = 4096 + kGroups * (kRowBlocks * kOutBoxes * kOutBox + kRowsB * int(sizeof(Column)));
   static constexpr int kStages = std::min(kMaxStages, (kSharedBytes - kRest) / kOfStage);
 
   struct Shared {
@@ -86,14 +89,13 @@ struct Tile {
     uint8_t out[kGroups][kRowBlocks][kOutBoxes][kOutBox];
     alignas(128) float scale_a[kStages][kM];
     float scale_b[kStages][kScalesB];
-    Column columns[kGroups][kN];      // the epilogue's operands
-    float amax[2][kGroups][kGroupM];  // of rows, of even tiles and of odd
-    uint64_t full[kStages], empty[kStages];
+    Column columns[kGroups][kRowsB];  // the epilogue's operands
+    uint64_t full[kStages], empty[kStages], sums_ready;
   };
   static constexpr int kBytes = sizeof(Shared) + 1024;
-  static_assert(kBytes <= kSharedBytes && kN % kChunk == 0 && kStages >= kScaleWarps && kRowBlocks <= 2);
+  static_assert(kBytes <= kSharedBytes && kN % kChunk == 0 && kStages >= kScaleWarps && kMmas <= 2);
   static_assert(!kGated || (kBoxB == kChunk && !kColumns));
-  static_assert(!kSplits || kM * kSumPitch * 4 <= kStages * (kBytesA + kBytesB));
+  static_assert(!kSplits || 2 * kM * kSumPitch * 4 <= kStages * (kBytesA + kBytesB));
 };
 
 // What the host decides.
@@ -139,21 +141,27 @@ CUTE_DEVICE float silu(float x) {
   return x * inverse;
 }
 
-// A warpgroup's codes, kMmaRows rows of kWidth, from shared memory to d: of which the rows from m0 on are to be stored,
-// up to m, and `columns` of each.
-template <int kWidth>
+// Codes of a block of rows wait in shared memory as words of a thread's two columns in one eight and in the next, as
+// stmatrix wants them, and units of 16 columns stand in the order of 128-byte swizzle. This puts them right, and stores
+// those of rows from m0 on, up to m, and of `columns` of each.
 CUTE_DEVICE void store_codes(uint8_t* d, int64_t row_stride, int64_t column_stride, const uint8_t* codes, int m0, int m,
                              int columns, bool wide) {
-  constexpr int kUnits = kWidth / 16;
+  constexpr int kUnits = kSpan / 16;
   for (int i = int(threadIdx.x) % 128; i < kMmaRows * kUnits; i += 128) {
-    int const row = i / kUnits, column = i % kUnits * 16;
+    int const row = i / kUnits, unit = i % kUnits, column = unit * 16;
     if (m0 + row >= m || column >= columns) continue;
+    uint4 const words = reinterpret_cast<uint4 const*>(codes)[row * kUnits + (unit ^ row % 8)];
+    uint4 const ordered = {__byte_perm(words.x, words.y, 0x5410), __byte_perm(words.z, words.w, 0x5410),
+                           __byte_perm(words.x, words.y, 0x7632), __byte_perm(words.z, words.w, 0x7632)};
     uint8_t* const to = d + (m0 + row) * row_stride + column * column_stride;
-    uint8_t const* const from = codes + row * kWidth + column;
     if (wide) {
-      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<uint4 const*>(from);
+      *reinterpret_cast<uint4*>(to) = ordered;
     } else {
-      for (int j = 0; j < min(16, columns - column); ++j) to[j * column_stride] = from[j];
+      uint32_t const of[4] = {ordered.x, ordered.y, ordered.z, ordered.w};
+      CUTE_UNROLL
+      for (int j = 0; j < 16; ++j) {
+        if (column + j < columns) to[j * column_stride] = uint8_t(of[j / 4] >> j % 4 * 8);
+      }
     }
   }
 }
@@ -173,8 +181,8 @@ __global__ void __launch_bounds__(blockwise::Tile<kTileM, kTileN, kClusterTilesM
   using Empty = cutlass::arch::ClusterBarrier;
   using cutlass::arch::NamedBarrier;
   using Element = cutlass::float_e4m3_t;
-  constexpr int kStages = T::kStages, kGroups = T::kGroups, kN = T::kN, kGroupWidth = T::kGroupWidth;
-  constexpr int kRowBlocks = T::kRowBlocks;
+  constexpr int kStages = T::kStages, kGroups = T::kGroups, kN = T::kN, kMmaWidth = T::kMmaWidth;
+  constexpr int kMmas = T::kMmas, kRowBlocks = T::kRowBlocks, kColumnBlocks = T::kColumnBlocks;
 
   extern __shared__ uint8_t raw[];
   auto& shared = *reinterpret_cast<typename T::Shared*>(raw + (-cast_smem_ptr_to_uint(raw) & 1023));
@@ -195,7 +203,10 @@ __global__ void __launch_bounds__(blockwise::Tile<kTileM, kTileN, kClusterTilesM
       full(s)->init(2);  // TMA's, and a warp's with scales
       empty(s)->init(T::kCluster * kGroups * 4);
     }
+    auto& sums_ready = *reinterpret_cast<Full*>(&shared.sums_ready);
+    sums_ready.init(1);
     cutlass::arch::fence_barrier_init();
+    if (split > 1) sums_ready.arrive_and_expect_tx(T::kM / split * (split - 1) * T::kSumPitch * int(sizeof(float)));
   }
   __syncthreads();
   if (cluster > 1) {  // no CTA of a cluster may write to another before that one runs
@@ -214,7 +225,7 @@ __global__ void __launch_bounds__(blockwise::Tile<kTileM, kTileN, kClusterTilesM
   int const gates = call.n / 2;
   auto const row_of_b = [&](int n, int i) {
     if constexpr (!kGated) return n + i;
-    return n + i / kN * kGroupWidth + i % kGroupWidth + (i % kN < kGroupWidth ? 0 : gates);
+    return n + i / kN * kMmaWidth + i % kMmaWidth + (i % kN < kMmaWidth ? 0 : gates);
   };
   int stage = 0, phase = 0;
   auto const next_stage = [&] {
@@ -309,15 +320,15 @@ __global__ void __launch_bounds__(blockwise::Tile<kTileM, kTileN, kClusterTilesM
   using LayoutA =
       decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, cute::Shape<Int<kMmaRows>, Int<kSpan>>{}));
   using LayoutB = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, cute::Shape<Int<kN>, Int<kSpan>>{}));
+  static_assert(size<1>(typename MMA_Traits<Atom>::Shape_MNK{}) == kN);  // CuTe has some widths on demand only
   auto mma = make_tiled_mma(Atom{});
   auto const thread_mma = mma.get_slice(threadIdx.x % 128);
-  // This group's of the first stage; others lie so many bytes behind.
-  constexpr bool kBelow = !kGated;
+  // Of the first stage; others lie so many bytes behind.
   auto const element = [](uint8_t* at) { return make_smem_ptr(reinterpret_cast<Element*>(at)); };
   Tensor const fragments_a = thread_mma.make_fragment_A(
-      thread_mma.partition_A(make_tensor(element(shared.a[0] + (kBelow ? group * T::kGroupM * kSpan : 0)), LayoutA{})));
-  Tensor const fragments_b = thread_mma.make_fragment_B(
-      thread_mma.partition_B(make_tensor(element(shared.b[0] + (kGated ? group * kN * kSpan : 0)), LayoutB{})));
+      thread_mma.partition_A(make_tensor(element(shared.a[0] + group * T::kGroupM * kSpan), LayoutA{})));
+  Tensor const fragments_b =
+      thread_mma.make_fragment_B(thread_mma.partition_B(make_tensor(element(shared.b[0]), LayoutB{})));
   auto const behind = [](auto const& fragments, int bytes) {
     return make_tensor(fragments.data() + bytes / 16, fragments.layout());
   };
@@ -326,24 +337,25 @@ __global__ void __launch_bounds__(blockwise::Tile<kTileM, kTileN, kClusterTilesM
   int const own_row = warp * 16 + lane / 4, own_column = lane % 4 * 2;
 
   constexpr int kChunks = kN / T::kChunk;
-  int const row_in_tile = (kBelow ? group * T::kGroupM : 0) + own_row;
+  int const row_in_tile = group * T::kGroupM + own_row;
   // Of one block: the scales, and the stage that it came in.
   struct Scales {
     float a[2], b[kColumns ? 1 : kChunks];
     int stage;
   };
-  // Starts the MMAs of a block of rows, the first of which also waits for the stage, and the last goes on to the next.
-  auto const start = [&](Sum& part, auto row_block) {
-    if constexpr (row_block.value == 0) full(stage)->wait(phase);
+  // Starts a group's MMA (of each 32 k), the first of which also waits for the stage, and the last goes on to the next.
+  auto const start = [&](Sum& part, auto mma_index, bool wait = true) {
+    constexpr int kRowBlock = mma_index / kColumnBlocks, kColumnBlock = mma_index % kColumnBlocks;
+    if (mma_index == 0 && wait) full(stage)->wait(phase);
     Scales scales;
     CUTE_UNROLL
-    for (int i = 0; i < 2; ++i) scales.a[i] = shared.scale_a[stage][row_in_tile + row_block * kMmaRows + 8 * i];
+    for (int i = 0; i < 2; ++i) scales.a[i] = shared.scale_a[stage][row_in_tile + kRowBlock * kMmaRows + 8 * i];
     if constexpr (!kColumns) {
       CUTE_UNROLL
-      for (int i = 0; i < kChunks; ++i) scales.b[i] = shared.scale_b[stage][(kGated ? group * kChunks : 0) + i];
+      for (int i = 0; i < kChunks; ++i) scales.b[i] = shared.scale_b[stage][kColumnBlock * kChunks + i];
     }
-    Tensor const a = behind(fragments_a, stage * T::kBytesA + row_block * kMmaRows * kSpan);
-    Tensor const b = behind(fragments_b, stage * T::kBytesB);
+    Tensor const a = behind(fragments_a, stage * T::kBytesA + kRowBlock * kMmaRows * kSpan);
+    Tensor const b = behind(fragments_b, stage * T::kBytesB + kColumnBlock * kN * kSpan);
     warpgroup_fence_operand(part);
     warpgroup_arrive();
     for_each(make_seq<kSpan / 32>{}, [&](auto k) {
@@ -352,13 +364,15 @@ __global__ void __launch_bounds__(blockwise::Tile<kTileM, kTileN, kClusterTilesM
     });
     warpgroup_commit_batch();
     scales.stage = stage;
-    if constexpr (row_block.value == kRowBlocks - 1) next_stage();
+    if constexpr (mma_index == kMmas - 1) next_stage();
     return scales;
   };
-  auto const finish = [&](Sum& sum, Sum& part, Scales const& scales, auto row_block) {
+  // Adds their sums, or sets the first.
+  auto const finish = [&](Sum& sum, Sum& part, Scales const& scales, auto mma_index, auto first) {
+    auto const add = [&](int i, float s) { sum(i) = first ? __fmul_rn(part(i), s) : __fmaf_rn(part(i), s, sum(i)); };
     warpgroup_fence_operand(part);
     auto const release = [&] {
-      if constexpr (row_block.value == kRowBlocks - 1) {
+      if constexpr (mma_index == kMmas - 1) {
         __syncwarp();  // all lanes have read their scales
         if constexpr (T::kCluster > 1) {
           if (lane < T::kCluster) empty(scales.stage)->arrive(lane);
@@ -371,8 +385,7 @@ __global__ void __launch_bounds__(blockwise::Tile<kTileM, kTileN, kClusterTilesM
       auto const& scale_b = shared.scale_b[scales.stage];
       CUTE_UNROLL
       for (int i = 0; i < size(sum); ++i) {
-        float const s = scales.a[i / 2 % 2] * scale_b[i / 4 * 8 + own_column + i % 2];
-        sum(i) = __fmaf_rn(part(i), s, sum(i));
+        add(i, scales.a[i / 2 % 2] * scale_b[i / 4 * 8 + own_column + i % 2]);
       }
       warpgroup_fence_operand(sum);  // or they would be put off until `part` has other sums
       release();
@@ -382,213 +395,277 @@ __global__ void __launch_bounds__(blockwise::Tile<kTileM, kTileN, kClusterTilesM
       CUTE_UNROLL
       for (int c = 0; c < kChunks; ++c) s[c][0] = scales.a[0] * scales.b[c], s[c][1] = scales.a[1] * scales.b[c];
       CUTE_UNROLL
-      for (int i = 0; i < size(sum); ++i) sum(i) = __fmaf_rn(part(i), s[i / (T::kChunk / 2)][i / 2 % 2], sum(i));
+      for (int i = 0; i < size(sum); ++i) add(i, s[i / (T::kChunk / 2)][i / 2 % 2]);
     }
   };
 
-  Sum sums[kRowBlocks], even, odd;
-  auto const add_blocks = [&](int blocks) {
-    for_each(make_seq<kRowBlocks>{}, [&](auto r) { clear(sums[r]); });
+  Sum sums[kMmas], even, odd;
+  int const blocks = last_block - first_block;  // of a part there may be none
+  // Whether a tile's first MMA is started ahead. With two sets ptxas does not see through it, and would serialize all.
+  constexpr bool kAhead = T::kSets == 1;
+  auto const sum_blocks = [&](Scales of_even) {
+    if (!kAhead) of_even = start(even, Int<0>{}, blocks > 0);
+    std::true_type const first;
+    std::false_type const later;
     if constexpr (T::kSets == 1) {
+      for_each(make_seq<kMmas>{}, [&](auto i) {
+        if constexpr (i > 0) of_even = start(even, i);
+        warpgroup_wait<0>();
+        finish(sums[i], even, of_even, i, first);
+      });
 #pragma unroll 4
-      for (int block = 0; block < blocks; ++block) {
-        for_each(make_seq<kRowBlocks>{}, [&](auto r) {
-          Scales const scales = start(even, r);
+      for (int block = 1; block < blocks; ++block) {
+        for_each(make_seq<kMmas>{}, [&](auto i) {
+          of_even = start(even, i);
           warpgroup_wait<0>();
-          finish(sums[r], even, scales, r);
+          finish(sums[i], even, of_even, i, later);
         });
       }
-    } else if (blocks > 0) {
-      Int<0> const r;
-      Scales of_even = start(even, r);
-      int block = 1;
+    } else {
+      Int<0> const only;
+      if (blocks <= 1) {
+        warpgroup_wait<0>();
+        finish(sums[0], even, of_even, only, first);
+        return;
+      }
+      Scales of_odd = start(odd, only);
+      warpgroup_wait<1>();
+      finish(sums[0], even, of_even, only, first);
+      int block = 2;
 #pragma unroll 2
       for (; block + 1 < blocks; block += 2) {
-        Scales const of_odd = start(odd, r);
+        of_even = start(even, only);
         warpgroup_wait<1>();
-        finish(sums[0], even, of_even, r);
-        of_even = start(even, r);
+        finish(sums[0], odd, of_odd, only, later);
+        of_odd = start(odd, only);
         warpgroup_wait<1>();
-        finish(sums[0], odd, of_odd, r);
+        finish(sums[0], even, of_even, only, later);
       }
       if (block < blocks) {
-        Scales const of_odd = start(odd, r);
+        of_even = start(even, only);
         warpgroup_wait<1>();
-        finish(sums[0], even, of_even, r);
+        finish(sums[0], odd, of_odd, only, later);
         warpgroup_wait<0>();
-        finish(sums[0], odd, of_odd, r);
+        finish(sums[0], even, of_even, only, later);
       } else {
         warpgroup_wait<0>();
-        finish(sums[0], even, of_even, r);
+        finish(sums[0], odd, of_odd, only, later);
       }
     }
   };
 
-  int turn = 0;
-  while (tiles.next(tile_m, tile_n)) {
-    int const m0 = tile_m + (kBelow ? group * T::kGroupM : 0), n0 = tile_n + (kGated ? group * kGroupWidth : 0);
+  bool const has_operands = Formula::has_operands(call);  // without them its formula is the sum itself
+  bool more = tiles.next(tile_m, tile_n);
+  Scales of_first;
+  if constexpr (kAhead) of_first = start(even, Int<0>{}, blocks > 0);
+  while (more) {
+    int const m0 = tile_m + group * T::kGroupM, n0 = tile_n;
     // The epilogue's operands are on their way before they are needed.
-    constexpr int kOwn = (kN + 127) / 128;
+    constexpr int kOwn = (T::kRowsB + 127) / 128;
     typename Formula::Column own[kOwn];
-    CUTE_UNROLL
-    for (int i = 0; i < kOwn; ++i) {
-      own[i] = Formula::column(call, min(row_of_b(n0, int(threadIdx.x) % 128 + 128 * i), call.n - 1));
-    }
     typename Formula::Row rows[kRowBlocks][2];
-    CUTE_UNROLL
-    for (int i = 0; i < 2 * kRowBlocks; ++i) {
-      rows[i / 2][i % 2] = Formula::row(call, min(m0 + own_row + i / 2 * kMmaRows + i % 2 * 8, call.m - 1));
+    if (has_operands) {
+      CUTE_UNROLL
+      for (int i = 0; i < kOwn; ++i) {
+        own[i] = Formula::column(call, min(row_of_b(n0, int(threadIdx.x) % 128 + 128 * i), call.n - 1));
+      }
+      CUTE_UNROLL
+      for (int i = 0; i < 2 * kRowBlocks; ++i) {
+        rows[i / 2][i % 2] = Formula::row(call, min(m0 + own_row + i / 2 * kMmaRows + i % 2 * 8, call.m - 1));
+      }
     }
-    add_blocks(last_block - first_block);
+    sum_blocks(of_first);
     if (T::kSplits && split > 1) {
       // CTA r finishes the r-th part of the tile's rows, all of its threads together.
-      int const rows = T::kM / split;
-      auto* const parts = reinterpret_cast<float*>(shared.a);  // [part of k][row][kSumPitch]
-      cluster_arrive();                                        // no stage of a CTA is read any more
+      int const rows_of_part = T::kM / split, floats_of_part = rows_of_part * T::kSumPitch;
+      auto* const own = reinterpret_cast<float*>(shared.a);  // [part of the rows][row][kSumPitch]
+      auto* const others = own + T::kM * T::kSumPitch;       // [part of k][row][kSumPitch]
+      cluster_arrive_relaxed();                              // no stage of a CTA is read any more
       cluster_wait();
       for_each(make_seq<2 * kRowBlocks>{}, [&](auto i) {
-        int const row = row_in_tile + i / 2 * kMmaRows + i % 2 * 8;
-        float* const at = &parts[(rank * rows + row % rows) * T::kSumPitch + own_column];
-        uint32_t const to = remote_address(at, row / rows);
+        float* const to = &own[(row_in_tile + i / 2 * kMmaRows + i % 2 * 8) * T::kSumPitch + own_column];
         CUTE_UNROLL
         for (int j = i % 2 * 2; j < size(Sum{}); j += 4) {
-          store_remote(to + j / 4 * 32, sums[i / 2](j), sums[i / 2](j + 1));
+          float2 const two = {sums[i / 2](j), sums[i / 2](j + 1)};
+          *reinterpret_cast<float2*>(to + j / 4 * 8) = blocks > 0 ? two : float2{};
         }
       });
-      cluster_arrive();
-      cluster_wait();
-      with_float_pointer(call.d, call.d_dtype, [&](auto* d) {
-        for (int i = int(threadIdx.x) - 128; i < rows * kN / 4; i += 128 * kGroups) {
-          int const row = i / (kN / 4), column = i % (kN / 4) * 4, m = tile_m + rank * rows + row;
-          float4 total = {};
-          for (int p = 0; p < split; ++p) {
-            auto* const at = &parts[(p * rows + row) * T::kSumPitch + column];
-            float4 const four = *reinterpret_cast<float4 const*>(at);
-            total.x += four.x, total.y += four.y, total.z += four.z, total.w += four.w;
-          }
-          float values[4] = {total.x, total.y, total.z, total.w};
-          if (m >= call.m) continue;
+      cutlass::arch::fence_view_async_shared();
+      NamedBarrier::sync(128 * kGroups, kGroups);
+      if (group == 0 && warp == 0 && elect_one_sync()) {
+        for (int to = 0; to < split; ++to) {
+          if (to == rank) continue;
+          copy_to_remote(remote_address(others + rank * floats_of_part, to), remote_address(&shared.sums_ready, to),
+                         own + to * floats_of_part, floats_of_part * int(sizeof(float)));
+        }
+      }
+      wait_cluster(shared.sums_ready, 0);
+      cluster_arrive_relaxed();  // what others sent is here, and they may leave
+      for (int i = int(threadIdx.x) - 128; i < rows_of_part * kN / 4; i += 128 * kGroups) {
+        int const row = i / (kN / 4), column = i % (kN / 4) * 4;
+        int const m = tile_m + rank * rows_of_part + row, n = tile_n + column;
+        if (m >= call.m || n >= call.n) continue;
+        float total[4] = {};
+        for (int p = 0; p < split; ++p) {
+          auto const* const part = (p == rank ? own : others) + p * floats_of_part;
+          float4 const four = *reinterpret_cast<float4 const*>(&part[row * T::kSumPitch + column]);
+          total[0] += four.x, total[1] += four.y, total[2] += four.z, total[3] += four.w;
+        }
+        if (has_operands) {
           CUTE_UNROLL
           for (int j = 0; j < 4; ++j) {
-            int const n = tile_n + column + j;
-            if (n >= call.n) continue;
-            store(d + m * call.d_stride[0] + n * call.d_stride[1],
-                  Formula::apply(values[j], Formula::row(call, m), Formula::column(call, n),
-                                 Formula::element(call, m, n)));
+            int const at_n = min(n + j, call.n - 1);
+            total[j] = Formula::apply(total[j], Formula::row(call, m), Formula::column(call, at_n),
+                                      Formula::element(call, m, at_n));
           }
         }
-      });
+        int64_t const at = m * call.d_stride[0] + n * call.d_stride[1];
+        if (shape.store_by_tma) {
+          auto* const to = reinterpret_cast<uint2*>(static_cast<uint16_t*>(call.d) + at);
+          if (call.d_dtype == CUTEGEMM_FP16) {
+            *to = {rounded_pair<true>(total[0], total[1]), rounded_pair<true>(total[2], total[3])};
+          } else {
+            *to = {rounded_pair<false>(total[0], total[1]), rounded_pair<false>(total[2], total[3])};
+          }
+        } else {
+          for (int j = 0; j < min(4, call.n - n); ++j) {
+            store_from_float(call.d, call.d_dtype, at + j * call.d_stride[1], total[j]);
+          }
+        }
+      }
+      warpgroup_wait<0>();
+      cluster_wait();
       return;  // there is no second tile
     }
 
-    bool const has_operands = Formula::has_operands(call);  // without them its formula is the sum itself
+    // The next tile's first MMA runs during this one's epilogue. Behind the last tile it reads what is there, in vain:
+    // ptxas would wait for one that may be left out.
+    more = tiles.next(tile_m, tile_n);
+    if constexpr (kAhead) of_first = start(even, Int<0>{}, more);
+
     auto const storer = [&] { return warp == 0 && elect_one_sync(); };
     if (storer()) wait_until_stores_read<0>();
     NamedBarrier::sync(128, group);  // what shared memory has of the tile before is not read any more
     if (has_operands) {
       CUTE_UNROLL
       for (int i = 0; i < kOwn; ++i) {
-        if (kN % 128 == 0 || int(threadIdx.x) % 128 + 128 * i < kN) {
+        if (T::kRowsB % 128 == 0 || int(threadIdx.x) % 128 + 128 * i < T::kRowsB) {
           shared.columns[group][int(threadIdx.x) % 128 + 128 * i] = own[i];
         }
       }
       NamedBarrier::sync(128, group);
     }
     for_each(make_seq<kRowBlocks>{}, [&](auto r) {
-      Sum& sum = sums[r];
       int const block_m = m0 + r * kMmaRows;
-      auto const m_of = [&](int i) { return block_m + own_row + i / 2 % 2 * 8; };
-      auto const n_of = [&](int i) { return n0 + i / 4 * 8 + own_column + i % 2; };
+      constexpr int kValues = kMmaWidth / 2;  // of a thread in an MMA's part of d
+      // Calls f with the sums of each MMA of the block of rows, and with its first column in the tile of d.
+      auto const for_each_mma = [&](auto f) {
+        for_each(make_seq<kColumnBlocks>{}, [&](auto c) { f(sums[r * kColumnBlocks + c], c * Int<kMmaWidth>{}); });
+      };
+      auto const row_of = [&](int i) { return own_row + i / 2 % 2 * 8; };
+      auto const column_of = [&](int i) { return i / 4 * 8 + own_column + i % 2; };
       auto const apply = [&](auto element) {
-        CUTE_UNROLL
-        for (int i = 0; i < size(sum); ++i) {
-          sum(i) = Formula::apply(sum(i), rows[r][i / 2 % 2], shared.columns[group][n_of(i) - n0], element(i));
-        }
+        for_each_mma([&](Sum& sum, int column) {
+          auto const* const columns = &shared.columns[group][kGated ? 2 * column : column];
+          CUTE_UNROLL
+          for (int i = 0; i < size(sum); ++i) {
+            sum(i) = Formula::apply(sum(i), rows[r][i / 2 % 2], columns[column_of(i)], element(i));
+          }
+        });
       };
       if (!kGated && call.residual.data) {
-        apply([&](int i) { return Formula::element(call, min(m_of(i), call.m - 1), min(n_of(i), call.n - 1)); });
+        apply([&](int i) {
+          return Formula::element(call, min(block_m + row_of(i), call.m - 1), min(n0 + column_of(i), call.n - 1));
+        });
       } else if (has_operands) {
         apply([&](int) { return typename Formula::Element{}; });
       }
-      constexpr int kValues = kGroupWidth / 2;  // of a thread
       if constexpr (kGated) {
-        CUTE_UNROLL
-        for (int i = 0; i < kValues; ++i) sum(i) = silu(sum(i)) * sum(i + kValues);
+        for_each_mma([&](Sum& sum, int) {
+          CUTE_UNROLL
+          for (int i = 0; i < kValues; ++i) sum(i) = silu(sum(i)) * sum(i + kValues);
+        });
       }
-      if (call.d_dtype == CUTEGEMM_E4M3) {
-        uint8_t* const out = shared.out[group][r][0];
-        // Of what is finite and inside of d. That all of it is can be told by the largest itself.
-        float amax[2];
-        auto const find = [&](auto inside) {
-          amax[0] = amax[1] = 0.f;
-          CUTE_UNROLL
-          for (int i = 0; i < kValues; ++i) {
-            float const x = fabsf(sum(i));
-            if (inside(i, x)) amax[i / 2 % 2] = fmaxf(amax[i / 2 % 2], x);
+      if constexpr (T::kQuantizes) {
+        if (call.d_dtype == CUTEGEMM_E4M3) {
+          uint8_t* const out = shared.out[group][r][0];
+          // Of what is finite and inside of d. That all of it is can be told by the largest itself.
+          float amax[2];
+          auto const find = [&](auto inside) {
+            amax[0] = amax[1] = 0.f;
+            for_each_mma([&](Sum& sum, int column) {
+              CUTE_UNROLL
+              for (int i = 0; i < kValues; ++i) {
+                float const x = fabsf(sum(i));
+                if (inside(column + column_of(i), x)) amax[i / 2 % 2] = fmaxf(amax[i / 2 % 2], x);
+              }
+            });
+            CUTE_UNROLL
+            for (int i = 0; i < 2; ++i) {
+              amax[i] = fmaxf(amax[i], __shfl_xor_sync(~0u, amax[i], 1));
+              amax[i] = fmaxf(amax[i], __shfl_xor_sync(~0u, amax[i], 2));
+            }
+          };
+          bool finite = n0 + T::kWidth <= shape.width;
+          if (finite) {
+            find([](int, float) { return true; });
+            finite = __all_sync(~0u, fmaxf(amax[0], amax[1]) < INFINITY);
           }
-          CUTE_UNROLL
-          for (int i = 0; i < 2; ++i) {
-            amax[i] = fmaxf(amax[i], __shfl_xor_sync(~0u, amax[i], 1));
-            amax[i] = fmaxf(amax[i], __shfl_xor_sync(~0u, amax[i], 2));
-          }
-        };
-        bool finite = n0 + kGroupWidth <= shape.width;
-        if (finite) {
-          find([](int, float) { return true; });
-          finite = __all_sync(~0u, fmaxf(amax[0], amax[1]) < INFINITY);
-        }
-        if (!finite) find([&](int i, float x) { return x < INFINITY && n_of(i) < shape.width; });
-        if constexpr (kGated) {  // a group of scales is as wide as both warpgroups
-          turn ^= r == 0;
-          CUTE_UNROLL
-          for (int i = 0; i < 2; ++i) {
-            if (lane % 4 == 0) shared.amax[turn][group][r * kMmaRows + own_row + 8 * i] = amax[i];
-          }
-          NamedBarrier::sync(128 * kGroups, kGroups);
+          if (!finite) find([&](int column, float x) { return x < INFINITY && n0 + column < shape.width; });
           CUTE_UNROLL
           for (int i = 0; i < 2; ++i) {
-            amax[i] = fmaxf(amax[i], shared.amax[turn][1 - group][r * kMmaRows + own_row + 8 * i]);
+            amax[i] = __fdiv_rn(fmaxf(amax[i], kAmaxFloor), kE4m3Max);
+            if (call.output.power_of_two) amax[i] = power_of_two_above(amax[i]);
+            int const m = block_m + own_row + 8 * i;
+            if (lane % 4 == 0 && m < call.m && n0 < shape.width) {
+              call.output.scale[m * call.output.scale_stride[0] + n0 / kSpan * call.output.scale_stride[1]] = amax[i];
+            }
           }
-        }
-        CUTE_UNROLL
-        for (int i = 0; i < 2; ++i) {
-          amax[i] = __fdiv_rn(fmaxf(amax[i], kAmaxFloor), kE4m3Max);
-          if (call.output.power_of_two) amax[i] = power_of_two_above(amax[i]);
-          int const m = block_m + own_row + 8 * i;
-          if (lane % 4 == 0 && (!kGated || group == 0) && m < call.m && tile_n < shape.width) {
-            call.output.scale[m * call.output.scale_stride[0] + tile_n / kSpan * call.output.scale_stride[1]] = amax[i];
+          auto const put = [&](auto divided) {
+            for_each_mma([&](Sum& sum, int column) {
+              CUTE_UNROLL
+              for (int u = 0; u < kMmaWidth / 16; u += 2) {
+                auto const word = [&](int i) {
+                  auto const two = [&](int i) -> uint32_t {
+                    float2 const quotients = {divided(sum(i), i / 2 % 2), divided(sum(i + 1), i / 2 % 2)};
+                    return __nv_cvt_float2_to_fp8x2(quotients, __NV_SATFINITE, __NV_E4M3);
+                  };
+                  return two(i) | two(i + 4) << 16;
+                };
+                int const row = warp * 16 + lane % 16, unit = (column / 16 + u + lane / 16) ^ row % 8;
+                store_matrices(cast_smem_ptr_to_uint(out + row * kSpan + unit * 16), word(u * 8), word(u * 8 + 2),
+                               word(u * 8 + 8), word(u * 8 + 10));
+              }
+            });
+          };
+          if (finite) {
+            // Where divided() underflows the code is zero.
+            float const inverse[2] = {__frcp_rn(amax[0]), __frcp_rn(amax[1])};
+            put([&](float x, int i) { return divided(x, amax[i], inverse[i]); });
+          } else {
+            put([&](float x, int i) { return x / amax[i]; });
           }
+          NamedBarrier::sync(128, group);
+          store_codes(static_cast<uint8_t*>(call.d) + n0 * call.d_stride[1], call.d_stride[0], call.d_stride[1], out,
+                      block_m, call.m, shape.width - n0, shape.codes_wide);
+          return;
         }
-        auto const put = [&](auto divided) {
-          CUTE_UNROLL
-          for (int i = 0; i < kValues; i += 2) {
-            auto const two = __nv_cvt_float2_to_fp8x2({divided(i), divided(i + 1)}, __NV_SATFINITE, __NV_E4M3);
-            *reinterpret_cast<uint16_t*>(out + (m_of(i) - block_m) * kGroupWidth + (n_of(i) - n0)) = two;
-          }
-        };
-        if (finite) {
-          // Where divided() underflows the code is zero.
-          float const inverse[2] = {__frcp_rn(amax[0]), __frcp_rn(amax[1])};
-          put([&](int i) { return divided(sum(i), amax[i / 2 % 2], inverse[i / 2 % 2]); });
-        } else {
-          put([&](int i) { return sum(i) / amax[i / 2 % 2]; });
-        }
-        NamedBarrier::sync(128, group);
-        store_codes<kGroupWidth>(static_cast<uint8_t*>(call.d) + n0 * call.d_stride[1], call.d_stride[0],
-                                 call.d_stride[1], out, block_m, call.m, shape.width - n0, shape.codes_wide);
-      } else if (shape.store_by_tma) {
+      }
+      if (shape.store_by_tma) {
         auto const store_as = [&](auto fp16) {
           constexpr int kUnits = T::kOutColumns / 8;  // of 16 bytes, in a row of a box
           int const row = warp * 16 + lane % 16, swizzle = row * kUnits / 8 % kUnits;
-          CUTE_UNROLL
-          for (int u = 0; u < kGroupWidth / 8; u += 2) {
-            auto const two = [&](int i) {
-              return rounded_pair<decltype(fp16)::value>(sum(u * 4 + i), sum(u * 4 + i + 1));
-            };
-            uint32_t const box = cast_smem_ptr_to_uint(shared.out[group][r][u / kUnits]);
-            uint32_t const unit = (u % kUnits + lane / 16) ^ swizzle;
-            store_matrices(box + (row * kUnits + unit) * 16, two(0), two(2), two(4), two(6));
-          }
+          for_each_mma([&](Sum& sum, auto column) {
+            CUTE_UNROLL
+            for (int u = 0; u < kMmaWidth / 8; u += 2) {
+              auto const two = [&](int i) {
+                return rounded_pair<decltype(fp16)::value>(sum(u * 4 + i), sum(u * 4 + i + 1));
+              };
+              uint32_t const box = cast_smem_ptr_to_uint(shared.out[group][r][column / T::kOutColumns + u / kUnits]);
+              uint32_t const unit = (u % kUnits + lane / 16) ^ swizzle;
+              store_matrices(box + (row * kUnits + unit) * 16, two(0), two(2), two(4), two(6));
+            }
+          });
           cutlass::arch::fence_view_async_shared();
           NamedBarrier::sync(128, group);
           if (storer()) {
@@ -606,15 +683,18 @@ __global__ void __launch_bounds__(blockwise::Tile<kTileM, kTileN, kClusterTilesM
         }
       } else {
         with_float_pointer(call.d, call.d_dtype, [&](auto* d) {
-          CUTE_UNROLL
-          for (int i = 0; i < kValues; ++i) {
-            int const m = m_of(i), n = n_of(i);
-            if (m < call.m && n < shape.width) store(d + m * call.d_stride[0] + n * call.d_stride[1], sum(i));
-          }
+          for_each_mma([&](Sum& sum, int column) {
+            CUTE_UNROLL
+            for (int i = 0; i < kValues; ++i) {
+              int const m = block_m + row_of(i), n = n0 + column + column_of(i);
+              if (m < call.m && n < shape.width) store(d + m * call.d_stride[0] + n * call.d_stride[1], sum(i));
+            }
+          });
         });
       }
     });
   }
+  warpgroup_wait<0>();
   if (warp == 0 && elect_one_sync()) wait_for_stores();
 }
 
@@ -644,7 +724,7 @@ struct Blockwise {
       return kWrongOptions;
     }
     bool const codes = call.d_dtype == CUTEGEMM_E4M3;
-    if (codes && (!call.output.scale || T::kWidth != kSpan || split > 1)) return kWrongTypes;
+    if (codes && (!call.output.scale || !T::kQuantizes || split > 1)) return kWrongTypes;
     blockwise::Shape shape = {};
     shape.width = kGated ? call.n / 2 : call.n;
     shape.blocks = ceil_div(call.k, kSpan);

@@ -95,8 +95,8 @@ class Problem:
         return self.n % 4 == 0 if tile.split else self.d == gemm.d and self.aligned_out
 
     def _fits_output(self, tile: Blockwise) -> bool:
-        """A tile has the 128 columns of a fresh scale; gates and what is gated start at whole chunks of 64."""
-        return (self.d != "e4m3" or tile.width == 128) and (not self.gated or self.n % 128 == 0)
+        """Gates and what is gated start at whole chunks of 64."""
+        return (self.d != "e4m3" or tile.quantizes) and (not self.gated or self.n % 128 == 0)
 
 
 def is_fused(m: int, n: int, gated: bool) -> bool:

@@ -54,7 +54,8 @@ class Blockwise:
 
     cluster: so many tiles along m and n, which share the operands' loads. columns: b has a scale for each column, in
     place of one for 128. gated: d is silu of the first half of its columns times the second, and a tile has n / 2
-    columns of each. Where cluster is one tile and not gated, a cluster may have parts of k of it: see Options.split.
+    columns of each. Where cluster is one tile, not gated and not large, a cluster may have parts of k of it: see
+    Options.split.
     """
 
     m: int
@@ -65,12 +66,17 @@ class Blockwise:
 
     @property
     def splits(self) -> bool:
-        return self.cluster == (1, 1) and not self.gated
+        return self.cluster == (1, 1) and not self.gated and self.m * self.n <= 128 * 144
 
     @property
     def width(self) -> int:
         """Of d."""
         return self.n // 2 if self.gated else self.n
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether d may be codes: a tile has the 128 columns of a fresh scale, and registers left."""
+        return self.width == 128 and self.m <= 128
 
     def __str__(self) -> str:
         name = f"{self.m}x{self.n}x128_{self.cluster[0]}x{self.cluster[1]}"
@@ -140,20 +146,26 @@ BLOCKWISE = (
     Blockwise(256, 128, (1, 2)),
     Blockwise(128, 192, (2, 1)),
     Blockwise(128, 192),
+    Blockwise(128, 160),
+    Blockwise(128, 144),
     Blockwise(128, 128, (2, 1)),
     Blockwise(128, 128),
+    Blockwise(128, 112),
     Blockwise(128, 96, (1, 2)),
     Blockwise(128, 96),
     Blockwise(128, 64, (1, 2)),
     Blockwise(128, 64),
     Blockwise(128, 48, (1, 2)),
     Blockwise(64, 192),
+    Blockwise(64, 144),
     Blockwise(64, 128),
+    Blockwise(64, 112),
     Blockwise(64, 96),
     Blockwise(64, 64, (1, 2)),
     Blockwise(64, 64),
     Blockwise(64, 48, (1, 2)),
     Blockwise(64, 32, (1, 2)),
+    Blockwise(64, 32),
     Blockwise(128, 64, columns=True),
     Blockwise(128, 256, (2, 1), gated=True),
     Blockwise(64, 256, gated=True),

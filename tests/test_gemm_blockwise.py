@@ -1150,7 +1150,7 @@ PLAIN = [name for name in NAMES if name not in GATED]
 QUANTIZING = [
     name
     for name in NAMES
-    if isinstance(tile := KERNELS[name].tile, Blockwise) and tile.width == 128 and not tile.columns
+    if isinstance(tile := KERNELS[name].tile, Blockwise) and tile.quantizes and not tile.columns
 ]
 
 

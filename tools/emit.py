@@ -254,6 +254,11 @@ def collectives(kernel: Kernel, d: str, functor: str) -> str:
     return "\n".join(line.rstrip() for line in text.strip().splitlines()) + "\n"
 
 
+def _shapes(width: int) -> str:
+    """Makes CuTe declare MMAs of every width, which it does on demand only: it would take narrower ones."""
+    return "" if width in WGMMA_WIDTHS else "#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED\n"
+
+
 def universal(kernel: Kernel) -> str:
     gemm, tile = kernel.gemm, kernel.tile
     assert isinstance(tile, Tile)
@@ -279,9 +284,8 @@ def universal(kernel: Kernel) -> str:
   }}
 """
         launcher = "Universal"
-    shapes = "" if tile.n in WGMMA_WIDTHS else "#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED\n"
     return f"""\
-{shapes}#include "gemm_universal.cuh"
+{_shapes(tile.n)}#include "gemm_universal.cuh"
 
 {shape}{extra}
 {collectives(kernel, d, functor)}
@@ -315,7 +319,7 @@ def blockwise(kernel: Kernel) -> str:
     numbers = f"{tile.m}, {tile.n}, {tile.cluster[0]}, {tile.cluster[1]}"
     forms = f"{_true(tile.columns)}, {_true(tile.gated)}"
     return f"""\
-#include "gemm_blockwise.cuh"
+{_shapes(tile.n)}#include "gemm_blockwise.cuh"
 
 {formula(gemm.epilogue, gemm.accumulator)}
 CUTEGEMM_KERNEL_FILE("{kernel.name}", cutegemm::Blockwise<{numbers}, {forms}, Formula>)
