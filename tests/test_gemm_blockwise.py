@@ -1148,9 +1148,7 @@ NAMES = [name for name, kernel in KERNELS.items() if kernel.gemm.scales]
 GATED = [name for name in NAMES if isinstance(KERNELS[name].tile, Blockwise) and KERNELS[name].tile.gated]
 PLAIN = [name for name in NAMES if name not in GATED]
 QUANTIZING = [
-    name
-    for name in NAMES
-    if isinstance(tile := KERNELS[name].tile, Blockwise) and tile.quantizes and not tile.columns
+    name for name in NAMES if isinstance(tile := KERNELS[name].tile, Blockwise) and tile.quantizes and not tile.columns
 ]
 
 
