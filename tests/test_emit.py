@@ -135,6 +135,8 @@ def test_a_file_is_whole(name: str) -> None:
     (header,) = re.findall(r'#include "(.*)"', text)
     assert (library.csrc() / header).exists()
     assert header == HEADERS[type(tile)]
+    if isinstance(tile, (Tile, Blockwise)):  # or else CuTe builds an MMA of 144 columns from nine of 16
+        assert ("CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED" in text) == (tile.n not in emit.WGMMA_WIDTHS)
     assert re.findall(r'CUTEGEMM_KERNEL_FILE\("(.*?)"', text) == [name]
     assert f"// epilogues/{KERNELS[name].gemm.epilogue}.py\n" in text
 
