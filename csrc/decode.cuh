@@ -6,7 +6,12 @@
 //    no FP8 of its own on Hopper: converting to FP16 cost a fifth of the bandwidth.)
 //  - A tile is as many rows as share n out evenly among the multiprocessors: the MMA's 64, or fewer. The rest
 //    of the MMA is then computed for nothing, which costs nothing.
-//  - One thread issues all TMA loads, ahead of the MMAs and across tiles, in stages of 256 bytes of each row.
+//  - But an MMA takes some 40 cycles however little of it counts, and all of k is too many of them where n gives a
+//    multiprocessor but 16 rows, or 8. There the tile is folded: 4 or 8 spans of k stand in one MMA, below each other
+//    as rows and beside each other as tokens. Its sums on the diagonal are those of a span with itself, each of which
+//    one warp has, or a half of its rows; they are added in the end, as those of a cluster are.
+//  - One thread issues all TMA loads, ahead of the MMAs and across tiles, in stages of 256 bytes of each row, or of a
+//    folded MMA's spans.
 //  - All CTAs together ask for some 8 MB of the weight at a time, beyond the stages whose MMAs run. Less would leave
 //    HBM idle; all that shared memory could hold made the first stages late, which cost small weights 4 %.
 //  - A cluster of `split` CTAs may share a tile, each with its part of k, and adds through distributed shared memory in
@@ -46,13 +51,12 @@ using namespace cute;
 
 namespace decode {
 
-constexpr int kRows = 64;   // of weight in a tile, at most
+constexpr int kMmaRows = 64;
 constexpr int kSpan = 128;  // bytes of k: TMA's and wgmma's swizzle
-constexpr int kSpans = 2;   // in a stage
 constexpr int kConsumers = 128;
+constexpr int kMaxStages = 16;
 constexpr int kScaleWarps = 3;  // each brings every third stage's scales
-constexpr int kMaxStages = 24;
-constexpr int kSharedBytes = 225 * 1024;
+constexpr int kSharedBytes = 225 * 1024, kHalfShared = 113 * 1024;
 constexpr int kBytesInFlight = 8 << 20;  // of the weight, over all CTAs
 
 template <bool kBlocks>
@@ -62,16 +66,22 @@ constexpr int kThreads = kConsumers + 32 * (1 + (kBlocks ? kScaleWarps : 0));
 template <class Element>
 using Accumulator = std::conditional_t<std::is_same_v<Element, int8_t>, int32_t, float>;
 
+// kRows: of the weight in a tile, at most.
+template <int kRows>
+constexpr int kFold = kMmaRows / kRows;  // spans in an MMA
+template <int kRows>
+constexpr int kSpans = std::max(2, kFold<kRows>);  // in a stage
+
 // Shared memory ahead of the stages. A stage is kSpans of the weight, [span][row][128 bytes], then kSpans of a.
-template <int kTokens, class Sum, bool kBlocks>
+template <int kTokens, int kRows, class Sum, bool kBlocks>
 struct Header {
   struct Scales {
     float a[kTokens], b[kRows];
   };
   // The other CTAs' sums of the rows that this one finishes, as [part of k][token][row], and its own of all rows, as
-  // [part of the rows][token][row].
-  Sum sums[kTokens * kRows], own[kTokens * kRows];
-  Scales scales[kBlocks ? kMaxStages : 0][kSpans];
+  // [part of the rows][token][row], or folded as [part of k][token][row].
+  Sum sums[kTokens * kMmaRows], own[kTokens * kMmaRows];
+  Scales scales[kBlocks ? kMaxStages : 0][kSpans<kRows>];
   uint64_t full[kMaxStages], empty[kMaxStages], sums_ready, sums_free;
 };
 
@@ -124,8 +134,10 @@ struct ScaleRows {
 // What the host decides.
 struct Shape {
   int32_t rows;  // of a tile: a multiple of 8
+  int32_t tiles;
+  int32_t blocks, part;  // stages that k takes, all and of a CTA
   int32_t stages, stage_bytes, header_bytes;
-  int32_t box_spans;  // of a TMA load: kSpans, or 1
+  int32_t box_spans;  // of a TMA load: all of a stage's, or 1
 };
 
 // A (side, k) matrix, k contiguous, as (byte of a span, side, span), by boxes of `rows` and `spans`. What lies outside
@@ -167,7 +179,7 @@ CUTE_DEVICE uint64_t read_often() {
 }  // namespace decode
 
 // kBlocks: each 128 k have scales of their own.
-template <class ElementA, class ElementB, int kTokens, bool kBlocks, class Formula>
+template <class ElementA, class ElementB, int kTokens, int kRows, bool kBlocks, class Formula>
 __global__ void __launch_bounds__(decode::kThreads<kBlocks>, 1)
     decode_kernel(const __grid_constant__ cutegemm_call call, const __grid_constant__ decode::Shape shape,
                   const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b) {
@@ -175,54 +187,59 @@ __global__ void __launch_bounds__(decode::kThreads<kBlocks>, 1)
   using Full = cutlass::arch::ClusterTransactionBarrier;
   using Empty = cutlass::arch::ClusterBarrier;
   constexpr int kStep = kSpan / int(sizeof(ElementB));  // of k, in a span
+  constexpr int kSpans = decode::kSpans<kRows>, kFold = decode::kFold<kRows>, kColumns = kTokens * kFold;
+  constexpr bool kFolded = kFold > 1;
   using Sum = Accumulator<ElementB>;
-  using Atom = decltype(GMMA::ss_op_selector<ElementB, ElementA, Sum, cute::Shape<Int<64>, Int<kTokens>, Int<kStep>>,
+  using Atom = decltype(GMMA::ss_op_selector<ElementB, ElementA, Sum, cute::Shape<Int<64>, Int<kColumns>, Int<kStep>>,
                                              GMMA::Major::K, GMMA::Major::K>());
-  using LayoutB = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<ElementB>{}, cute::Shape<Int<kRows>, Int<kStep>>{}));
+  using LayoutB =
+      decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<ElementB>{}, cute::Shape<Int<kMmaRows>, Int<kStep>>{}));
   using LayoutA =
-      decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<ElementA>{}, cute::Shape<Int<kTokens>, Int<kStep>>{}));
+      decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<ElementA>{}, cute::Shape<Int<kColumns>, Int<kStep>>{}));
 
   extern __shared__ uint8_t raw[];
-  // As an offset from raw the compiler knows it for shared memory, and reads scales with LDS. The kernels without
-  // scales read it at the end only, and are as they were measured.
-  uint8_t* const shared = kBlocks ? raw + (-cast_smem_ptr_to_uint(raw) & 1023)
-                                  : reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(raw) + 1023) / 1024 * 1024);
-  auto& header = *reinterpret_cast<Header<kTokens, Sum, kBlocks>*>(shared);
+  // An offset from raw, so that the compiler knows it for shared memory.
+  uint8_t* const shared = raw + (-cast_smem_ptr_to_uint(raw) & 1023);
+  auto& header = *reinterpret_cast<Header<kTokens, kRows, Sum, kBlocks>*>(shared);
   auto const full = [&](int stage) { return reinterpret_cast<Full*>(&header.full[stage]); };
   auto const empty = [&](int stage) { return reinterpret_cast<Empty*>(&header.empty[stage]); };
   auto& sums_ready = reinterpret_cast<Full&>(header.sums_ready);
   uint8_t* const stages = shared + shape.header_bytes;
   int const span_b = shape.rows * kSpan, offset_a = kSpans * span_b;
 
-  int const split = call.options.split, rank = blockIdx.x % split;
-  int const sum_bytes = kTokens * (kRows / split) * (split - 1) * int(sizeof(Sum));  // that come for a tile
-  int const cluster = blockIdx.x / split, clusters = gridDim.x / split;
-  int const tiles = ceil_div(call.n, shape.rows), blocks = ceil_div(call.k, kSpans * kStep);
-  int const first = min(blocks, ceil_div(blocks, split) * rank), last = min(blocks, first + ceil_div(blocks, split));
+  // Calls are short, and the first loads come first: nothing ahead of them is divided.
+  int const split = call.options.split, rank = int(block_rank_in_cluster());
+  int const cluster = int(cluster_id_in_grid().x), clusters = int(cluster_grid_dims().x), tiles = shape.tiles;
+  int const first = min(shape.blocks, shape.part * rank), last = min(shape.blocks, first + shape.part);
   int const lane = threadIdx.x % 32;
-
-  if (threadIdx.x == kConsumers) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&map_a) : "memory");
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&map_b) : "memory");
-    for (int s = 0; s < shape.stages; ++s) {
-      full(s)->init(kBlocks ? 1 + 32 : 1);  // TMA's, and those of a warp that brings scales
-      empty(s)->init(kConsumers / 32);
-    }
-    sums_ready.init(1);
-    reinterpret_cast<Empty*>(&header.sums_free)->init(split * kConsumers / 32);
-    cutlass::arch::fence_barrier_init();
-    if (split > 1) sums_ready.arrive_and_expect_tx(sum_bytes);
-  }
-  __syncthreads();
-  if (split > 1) {  // no CTA of a cluster may write to another before that one runs
-    cluster_arrive_relaxed();
-    cluster_wait();
-  }
-  asm volatile("griddepcontrol.launch_dependents;");
-
   // Of those that are no consumers. The shuffle tells the compiler that it is the same in a warp, so that descriptors
-  // are in uniform registers; kernels without scales have time enough.
-  int const warp = (kBlocks ? __shfl_sync(~0u, int(threadIdx.x) / 32, 0) : int(threadIdx.x) / 32) - kConsumers / 32;
+  // are in uniform registers.
+  int const warp = __shfl_sync(~0u, int(threadIdx.x) / 32, 0) - kConsumers / 32;
+  auto const sum_bytes = [&] { return kTokens * (kMmaRows / split) * (split - 1) * int(sizeof(Sum)); };  // for a tile
+
+  launch_next_kernel();
+  if (warp == 0) {  // it issues the loads, makes the barriers for them, and waits for nobody
+    if (lane == 0) {
+      for (int s = 0; s < shape.stages; ++s) {
+        full(s)->init(kBlocks ? 1 + 32 : 1);  // TMA's, and those of a warp that brings scales
+        empty(s)->init(kConsumers / 32);
+      }
+      sums_ready.init(1);
+      reinterpret_cast<Empty*>(&header.sums_free)->init(split * kConsumers / 32);
+      cutlass::arch::fence_barrier_init();
+      if (split > 1) sums_ready.arrive_and_expect_tx(sum_bytes());
+    }
+    __syncwarp();
+    cutlass::arch::NamedBarrier::arrive(kThreads<kBlocks>, 1);
+  } else {
+    if (threadIdx.x == 0) {
+      asm volatile("prefetch.tensormap [%0];" ::"l"(&map_a) : "memory");
+      asm volatile("prefetch.tensormap [%0];" ::"l"(&map_b) : "memory");
+    }
+    cutlass::arch::NamedBarrier::sync(kThreads<kBlocks>, 1);
+  }
+  if (split > 1) cluster_arrive_relaxed();
+
   if (kBlocks && warp > 0) {
     int const k_blocks = ceil_div(call.k, kStep);
     ScaleRows<kTokens> tokens(call.scale_a);
@@ -302,17 +319,23 @@ __global__ void __launch_bounds__(decode::kThreads<kBlocks>, 1)
     }
     __syncwarp();
   } else {
+    if (split > 1) cluster_wait();  // no CTA of a cluster may write to another before that one runs
     wait_for_previous_kernel();
     auto mma = make_tiled_mma(Atom{});
     auto const thread_mma = mma.get_slice(threadIdx.x);
-    Tensor sum = partition_fragment_C(mma, cute::Shape<Int<kRows>, Int<kTokens>>{});
-    decltype(sum) even[kSpans], odd[kSpans];
+    constexpr int kMmas = kSpans / kFold;  // of a stage (for each 32 bytes of k)
+    decltype(partition_fragment_C(mma, cute::Shape<Int<kMmaRows>, Int<kColumns>>{})) even[kMmas], odd[kMmas];
+    Tensor sum = make_tensor<Sum>(Int<kTokens / 2>{});
     // Of the sums of wgmma a thread holds, for every 8 tokens, 2 neighbours in 2 rows that lie 8 apart.
-    int const own_row = threadIdx.x / 32 * 16 + lane / 4, own_token = lane % 4 * 2;
+    int const own_warp = warp + kConsumers / 32, own_row = own_warp * 16 + lane / 4, own_token = lane % 4 * 2;
     auto const token_of = [&](int i) { return i / 4 * 8 + own_token + i % 2; };
     auto const row_of = [&](int i) { return own_row + i / 2 % 2 * 8; };
-    // In a cluster, CTA r finishes the r-th part of the MMA's rows, a thread the same row for every token.
-    int const part_rows = kRows / split, part_row = threadIdx.x % part_rows, part_token = threadIdx.x / part_rows;
+    // The span of a folded MMA that the i-th sum on the diagonal is of, in a warp.
+    auto const span_in_mma = [](int of_warp, int i) { return (of_warp * 16 + i / 2 % 2 * 8) / kRows; };
+    // In a cluster, CTA r finishes the r-th part of the MMA's rows, a thread the same row for every token. Folded, that
+    // part is all of the tile.
+    int const parts = kFolded ? kFold : split;  // of k
+    int const part_rows = kMmaRows / parts, part_row = threadIdx.x % part_rows, part_token = threadIdx.x / part_rows;
 
     int stage = 0, phase = 0, sums_phase = 0;
     for (int tile = cluster; tile < tiles; tile += clusters) {
@@ -320,7 +343,7 @@ __global__ void __launch_bounds__(decode::kThreads<kBlocks>, 1)
       // The epilogue's operands are wanted when the last sum is there, and not a trip to L2 later.
       typename Formula::Row rows[kTokens / 4];
       typename Formula::Column columns[2];
-      if (split == 1) {
+      if (parts == 1) {
         CUTE_UNROLL
         for (int i = 0; i < kTokens / 4; ++i) {
           rows[i] = Formula::row(call, min(i / 2 * 8 + own_token + i % 2, call.m - 1));
@@ -339,12 +362,12 @@ __global__ void __launch_bounds__(decode::kThreads<kBlocks>, 1)
       auto const start = [&](auto& part) {
         full(stage)->wait(phase);
         uint8_t* const at = stages + stage * shape.stage_bytes;
-        for_each(make_seq<kSpans>{}, [&](auto s) { warpgroup_fence_operand(part[s]); });
+        for_each(make_seq<kMmas>{}, [&](auto s) { warpgroup_fence_operand(part[s]); });
         warpgroup_arrive();
         // An MMA so narrow takes longer than its turn, so neighbours in the queue are of different sums.
         for_each(make_seq<kSpan / 32>{}, [&](auto k) {
           mma.accumulate_ = k == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
-          for_each(make_seq<kSpans>{}, [&](auto s) {
+          for_each(make_seq<kMmas>{}, [&](auto s) {
             Tensor const b = make_tensor(make_smem_ptr(reinterpret_cast<ElementB*>(at + s * span_b)), LayoutB{});
             Tensor const a =
                 make_tensor(make_smem_ptr(reinterpret_cast<ElementA*>(at + offset_a + s * kTokens * kSpan)), LayoutA{});
@@ -364,147 +387,157 @@ __global__ void __launch_bounds__(decode::kThreads<kBlocks>, 1)
           warpgroup_wait<decltype(behind)::value>();
           if (lane == 0) empty(read)->arrive();
         };
-        if constexpr (kBlocks) {
-          float2 a[kSpans][kTokens / 8];
-          float b[kSpans][2];
-          CUTE_UNROLL
-          for (int s = 0; s < kSpans; ++s) {
-            auto const& scales = header.scales[read][s];
+        auto const part_of = [&](auto s, int i) {
+          if constexpr (kFolded) {
+            Sum x = {};
             CUTE_UNROLL
-            for (int i = 0; i < kTokens / 8; ++i) {
-              a[s][i] = *reinterpret_cast<const float2*>(&scales.a[token_of(i * 4)]);
+            for (int w = 0; w < kConsumers / 32; ++w) {
+              if (own_warp == w) x = part[s](span_in_mma(w, i) * (kTokens / 2) + i);
+            }
+            return x;
+          } else {
+            return part[s](i);
+          }
+        };
+        if constexpr (kBlocks) {
+          constexpr int kHalves = kRows < 16 ? 2 : 1;  // where a warp's halves are of different spans
+          float2 a[kMmas][kHalves][kTokens / 8];
+          float b[kMmas][2];
+          CUTE_UNROLL
+          for (int s = 0; s < kMmas; ++s) {
+            auto const scales = [&](int i) -> auto& {
+              return header.scales[read][kFolded ? span_in_mma(own_warp, i) : s];
+            };
+            CUTE_UNROLL
+            for (int i = 0; i < kHalves * kTokens / 8; ++i) {
+              int const half = i % kHalves, eight = i / kHalves;
+              a[s][half][eight] = *reinterpret_cast<const float2*>(&scales(half * 2).a[token_of(eight * 4)]);
             }
             CUTE_UNROLL
-            for (int i = 0; i < 2; ++i) b[s][i] = scales.b[row_of(i * 2)];
+            for (int i = 0; i < 2; ++i) b[s][i] = scales(i * 2).b[row_of(i * 2) % kRows];
           }
           __syncwarp();
           wait_and_release();
-          for_each(make_seq<kSpans>{}, [&](auto s) {
+          for_each(make_seq<kMmas>{}, [&](auto s) {
             warpgroup_fence_operand(part[s]);
             CUTE_UNROLL
             for (int i = 0; i < size(sum); ++i) {
-              float const scale_a = i % 2 ? a[s][i / 4].y : a[s][i / 4].x;
-              sum(i) = __fmaf_rn(part[s](i), scale_a * b[s][i / 2 % 2], sum(i));
+              float2 const two = a[s][i / 2 % kHalves][i / 4];
+              sum(i) = __fmaf_rn(part_of(s, i), (i % 2 ? two.y : two.x) * b[s][i / 2 % 2], sum(i));
             }
             warpgroup_fence_operand(sum);  // or they would be put off until `part` has other sums
           });
         } else {
           wait_and_release();
-          for_each(make_seq<kSpans>{}, [&](auto s) {
+          for_each(make_seq<kMmas>{}, [&](auto s) {
             warpgroup_fence_operand(part[s]);
             CUTE_UNROLL
-            for (int i = 0; i < size(sum); ++i) sum(i) += part[s](i);
+            for (int i = 0; i < size(sum); ++i) sum(i) += part_of(s, i);
           });
         }
       };
-      // Two stages at a time (there are two, see launch()): the sums of one are added while the MMAs of the other run.
-      if constexpr (kBlocks) {  // which takes longer here: so the next MMAs come first
-        if (first < last) {
-          int one = start(even), block = first + 1;
-          for (; block + 1 < last; block += 2) {
-            int const other = start(odd);
-            finish(Int<1>{}, one, even);
-            one = start(even);
-            finish(Int<1>{}, other, odd);
-          }
-          if (block < last) {
-            int const other = start(odd);
-            finish(Int<1>{}, one, even);
-            finish(Int<0>{}, other, odd);
-          } else {
-            finish(Int<0>{}, one, even);
-          }
-        }
-      } else {
-        int block = first;
+      // The next stage's MMAs run while sums of the one before are added (there are three or more, see launch()).
+      if (first < last) {
+        int one = start(even), block = first + 1;
         for (; block + 1 < last; block += 2) {
-          int const one = start(even), other = start(odd);
+          int const other = start(odd);
+          finish(Int<1>{}, one, even);
+          one = start(even);
+          finish(Int<1>{}, other, odd);
+        }
+        if (block < last) {
+          int const other = start(odd);
           finish(Int<1>{}, one, even);
           finish(Int<0>{}, other, odd);
+        } else {
+          finish(Int<0>{}, one, even);
         }
-        if (block < last) finish(Int<0>{}, start(even), even);
       }
 
-      if (split == 1) {
-        auto const finished = [&](int i, auto const& element) {
-          return Formula::apply(sum(i), rows[i / 4 * 2 + i % 2], columns[i / 2 % 2], element);
-        };
-        if constexpr (kBlocks) {
-          // Code is waited for where it is executed once, and that which loads an element's operand is long.
-          auto const finish_all = [&](auto element) {
-            CUTE_UNROLL
-            for (int i = 0; i < size(sum); ++i) sum(i) = finished(i, element(token_of(i), row0 + row_of(i)));
-          };
-          if (call.residual.data) {
-            finish_all([&](int m, int n) { return Formula::element(call, min(m, call.m - 1), min(n, call.n - 1)); });
-          } else if (Formula::has_operands(call)) {
-            finish_all([](int, int) { return typename Formula::Element{}; });
+      // Code is waited for where it is executed once, and that which loads an element's operand is long.
+      bool const has_elements = !std::is_empty_v<typename Formula::Element> && call.residual.data;
+      if (parts == 1) {
+        float values[size(sum)];
+        auto const finish_all = [&](auto element) {
+          CUTE_UNROLL
+          for (int i = 0; i < size(sum); ++i) {
+            values[i] = Formula::apply(sum(i), rows[i / 4 * 2 + i % 2], columns[i / 2 % 2],
+                                       element(min(token_of(i), call.m - 1), min(row0 + row_of(i), call.n - 1)));
           }
+        };
+        if (has_elements) {
+          finish_all([&](int m, int n) { return Formula::element(call, m, n); });
+        } else {
+          finish_all([](int, int) { return typename Formula::Element{}; });
         }
         with_float_pointer(call.d, call.d_dtype, [&](auto* d) {
           CUTE_UNROLL
           for (int i = 0; i < size(sum); ++i) {
             int const m = token_of(i), n = row0 + row_of(i);
-            if (m >= call.m || n >= end) continue;
-            auto* const to = d + m * call.d_stride[0] + n * call.d_stride[1];
-            if constexpr (kBlocks) {
-              store(to, sum(i));
-            } else {
-              store(to, finished(i, Formula::element(call, m, n)));
-            }
+            if (m < call.m && n < end) store(d + m * call.d_stride[0] + n * call.d_stride[1], values[i]);
           }
         });
       } else {
-        wait_cluster(header.sums_free, sums_phase ^ 1);
+        using cutlass::arch::NamedBarrier;
+        if constexpr (kFolded) {
+          NamedBarrier::sync(kConsumers, 0);  // those of the tile before are not read any more
+        } else {
+          wait_cluster(header.sums_free, sums_phase ^ 1);
+        }
         CUTE_UNROLL
         for (int i = 0; i < size(sum); ++i) {
           int const row = row_of(i);
           header.own[(row / part_rows * kTokens + token_of(i)) * part_rows + row % part_rows] = sum(i);
         }
-        cutlass::arch::fence_view_async_shared();
-        cutlass::arch::NamedBarrier::sync(kConsumers, 0);
-        if (threadIdx.x == 0) {
-          for (int to = 0; to < split; ++to) {
-            if (to == rank) continue;
-            copy_to_remote(remote_address(&header.sums[rank * kTokens * part_rows], to),
-                           remote_address(&header.sums_ready, to), &header.own[to * kTokens * part_rows],
-                           kTokens * part_rows * int(sizeof(Sum)));
+        if constexpr (!kFolded) cutlass::arch::fence_view_async_shared();
+        NamedBarrier::sync(kConsumers, 0);
+        if constexpr (!kFolded) {
+          if (threadIdx.x == 0) {
+            for (int to = 0; to < split; ++to) {
+              if (to == rank) continue;
+              copy_to_remote(remote_address(&header.sums[rank * kTokens * part_rows], to),
+                             remote_address(&header.sums_ready, to), &header.own[to * kTokens * part_rows],
+                             kTokens * part_rows * int(sizeof(Sum)));
+            }
           }
+          wait_cluster(header.sums_ready, sums_phase);
         }
-        wait_cluster(header.sums_ready, sums_phase);
         int const n = row0 + rank * part_rows + part_row;
         CUTE_UNROLL
-        for (int i = 0; i < kTokens / 4; ++i) {  // a cluster has two CTAs or more
+        for (int i = 0; i < kTokens / 4; ++i) {  // there are two parts or more
           int const m = part_token + i * (kConsumers / part_rows);
           if (m < call.m && n < end) {
             Sum total = 0;
-            for (int s = 0; s < split; ++s) {
-              total += (s == rank ? header.own : header.sums)[(s * kTokens + m) * part_rows + part_row];
+            for (int s = 0; s < parts; ++s) {
+              total += (kFolded || s == rank ? header.own : header.sums)[(s * kTokens + m) * part_rows + part_row];
             }
             typename Formula::Element element = {};
-            if (!kBlocks || call.residual.data) element = Formula::element(call, m, n);
+            if (has_elements) element = Formula::element(call, m, n);
             store_from_float(call.d, call.d_dtype, m * call.d_stride[0] + n * call.d_stride[1],
                              Formula::apply(total, rows[i], columns[0], element));
           }
         }
-        if (threadIdx.x == 0) sums_ready.arrive_and_expect_tx(sum_bytes);  // of the next tile
-        __syncwarp();
-        if (lane < split) arrive_at(header.sums_free, lane);
-        sums_phase ^= 1;
+        if constexpr (!kFolded) {
+          if (threadIdx.x == 0) sums_ready.arrive_and_expect_tx(sum_bytes());  // of the next tile
+          __syncwarp();
+          if (lane < split) arrive_at(header.sums_free, lane);
+          sums_phase ^= 1;
+        }
       }
     }
   }
   if (split > 1) {  // nor may it leave while another may still write to it
+    if (warp >= 0) cluster_wait();
     cluster_arrive();
     cluster_wait();
   }
 }
 
-template <class ElementA, class ElementB, int kTokens, bool kBlocks, class Formula>
+template <class ElementA, class ElementB, int kTokens, int kRows, bool kBlocks, class Formula>
 struct Decode {
-  static_assert(sizeof(ElementA) == sizeof(ElementB));
+  static_assert(sizeof(ElementA) == sizeof(ElementB) && decode::kMmaRows % kRows == 0 && kRows % 8 == 0);
   static constexpr int kWidth = sizeof(ElementB);
-  static constexpr auto* kKernel = &decode_kernel<ElementA, ElementB, kTokens, kBlocks, Formula>;
+  static constexpr auto* kKernel = &decode_kernel<ElementA, ElementB, kTokens, kRows, kBlocks, Formula>;
 
   static int32_t prepare() {
     int32_t const status = load_kernel(kKernel, decode::kSharedBytes);
@@ -554,16 +587,29 @@ struct Decode {
     if ((split != 1 && split != 2 && split != 4 && split != 8) || rows < 8 || rows > kRows || rows % 8 != 0) {
       return kWrongOptions;
     }
+    if (kRows < kMmaRows && (split > 1 || rows < kRows)) return kWrongOptions;
+    constexpr int kSpans = decode::kSpans<kRows>;
     decode::Shape shape = {};
     shape.rows = rows;
-    shape.header_bytes = (int(sizeof(Header<kTokens, Accumulator<ElementB>, kBlocks>)) + 1023) / 1024 * 1024;
+    shape.header_bytes = (int(sizeof(Header<kTokens, kRows, Accumulator<ElementB>, kBlocks>)) + 1023) / 1024 * 1024;
     shape.stage_bytes = kSpans * kSpan * (rows + kTokens);
     // wgmma reads 64 rows also of the last stage's last span: whatever lies behind it, but inside shared memory.
     int const slack = 1024 + (kRows - rows) * kSpan;
     int const clusters = std::min(ceil_div(call.n, rows), clusters_at_once(split));
-    int const most = std::min(kMaxStages, (kSharedBytes - shape.header_bytes - slack) / shape.stage_bytes);
-    shape.stages = std::min(most, 2 + kBytesInFlight / (clusters * split * kSpans * kSpan * rows));
     int64_t const k_bytes = int64_t(call.k) * kWidth;
+    shape.tiles = ceil_div(call.n, rows);
+    shape.blocks = int(ceil_div(k_bytes, int64_t(kSpans * kSpan)));
+    shape.part = ceil_div(shape.blocks, split);
+    int64_t const all = int64_t(ceil_div(shape.tiles, clusters)) * shape.part;
+    int const wanted = 2 + kBytesInFlight / (clusters * split * kSpans * kSpan * rows);
+    int const rest = shape.header_bytes + slack, most = (kSharedBytes - rest) / shape.stage_bytes;
+    shape.stages = std::min({kMaxStages, most, wanted, int(std::clamp<int64_t>(all, kScaleWarps, kMaxStages))});
+    // Where a call has a CTA on every multiprocessor, and shared memory has room for two, the next call's start is over
+    // when this one ends. Where it leaves some free, two of the next one's would meet on those.
+    int const of_half = (kHalfShared - rest) / shape.stage_bytes;
+    bool const half = clusters * split == call.sm_count && of_half >= std::max(kScaleWarps, shape.stages - 1);
+    if (half) shape.stages = std::min(shape.stages, of_half);
+    int const shared_bytes = half ? rest + shape.stages * shape.stage_bytes : kSharedBytes;
     shape.box_spans = k_bytes % kSpan == 0 ? kSpans : 1;
     CUtensorMap map_a, map_b;
     if (!encode_spans(map_a, call.a, call.m, k_bytes, call.a_stride[0] * kWidth, kTokens, shape.box_spans,
@@ -572,7 +618,7 @@ struct Decode {
                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B)) {
       return kNotImplementable;
     }
-    return launch_cluster(call, kKernel, dim3(clusters * split), split, dim3(kThreads<kBlocks>), kSharedBytes, own,
+    return launch_cluster(call, kKernel, dim3(clusters * split), split, dim3(kThreads<kBlocks>), shared_bytes, own,
                           shape, map_a, map_b);
   }
 };

@@ -62,6 +62,9 @@ struct PlanRow {
   std::string kernel;
   cutegemm_options options;
   std::atomic<KernelFile*> file{nullptr};
+
+  // Of a fused form: no kernel has all of it, or none that is as fast as two launches.
+  bool separate() const { return kernel == "separate"; }
 };
 
 // What a plan depends on, besides m. A plan is never changed, only added, so rows may be used without the lock.
@@ -339,20 +342,25 @@ PlanRow* find(const Problem& p, const Key& key, int m) {
   auto const it = plans.find(key);
   if (it == plans.end()) return nullptr;
   for (PlanRow& row : *it->second) {
-    if (m <= row.m_limit) return row.file.load(std::memory_order_acquire) ? &row : nullptr;
+    if (m <= row.m_limit) return row.file.load(std::memory_order_acquire) || row.separate() ? &row : nullptr;
   }
   return nullptr;
 }
 
-void run(const Problem& p, cutegemm_call& call, const Key& key, void* d, const DeviceOf& device) {
+const PlanRow& planned(const Problem& p, const cutegemm_call& call, const Key& key) {
   // Where a kernel is asked for by name, Python checks each call that it takes the problem.
   PlanRow* row = p.kernel ? nullptr : find(p, key, call.m);
   if (!row) {
     resolve(p, key);
     row = find(p, key, call.m);
-    CG_CHECK(row && row->file, p.op, ": no kernel was found for m = ", call.m, ", n = ", call.n, ", k = ", call.k);
+    CG_CHECK(row && (row->file || row->separate()), p.op, ": no kernel was found for m = ", call.m, ", n = ", call.n,
+             ", k = ", call.k);
   }
-  KernelFile* const file = row->file.load(std::memory_order_acquire);
+  return *row;
+}
+
+void run(const Problem& p, cutegemm_call& call, const PlanRow& row, void* d, const DeviceOf& device) {
+  KernelFile* const file = row.file.load(std::memory_order_acquire);
   uint64_t const bit = 1ull << (device.index % 64);
   if (!(file->prepared.load(std::memory_order_acquire) & bit)) {
     // Loading code is not allowed while this thread captures a graph, except like this.
@@ -370,7 +378,7 @@ void run(const Problem& p, cutegemm_call& call, const Key& key, void* d, const D
     call.output.scale_stride[0] = p.scale->stride(0), call.output.scale_stride[1] = p.scale->stride(1);
     call.output.power_of_two = p.power_of_two;
   }
-  call.options = row->options;
+  call.options = row.options;
   if (!chain_launches.load(std::memory_order_relaxed)) call.options.no_chain = 1;
   call.sm_count = multiprocessors(device.index);
   call.stream = device.stream;
@@ -397,8 +405,8 @@ struct Ready {
   }
 };
 
-// p.out, or a new tensor.
-std::optional<Tensor> execute(const Problem& p, Ready ready) {
+// p.out, or a new tensor. row: of the call, where it is known.
+std::optional<Tensor> execute(const Problem& p, Ready ready, const PlanRow* row = nullptr) {
   auto& [call, key, d] = ready;
   DeviceOf const device(p.a);
   std::optional<Tensor> made;
@@ -409,7 +417,7 @@ std::optional<Tensor> execute(const Problem& p, Ready ready) {
   if (call.m == 0 || call.n == 0) {
     resolve(p, key);
   } else {
-    run(p, call, key, p.out ? p.out->data_ptr() : made->data_ptr(), device);
+    run(p, call, row ? *row : planned(p, call, key), p.out ? p.out->data_ptr() : made->data_ptr(), device);
   }
   return made;
 }
@@ -422,15 +430,11 @@ std::array<StableIValue, sizeof...(Arguments)> call_op(const char* name, const A
   return stack;
 }
 
-// Whether the kernels for scales of blocks, which have the output's other forms, take a call and are worth it: they
-// have neither decode's speed nor parts of k, so their tiles must fill most of the multiprocessors (plan.py's
-// is_fused).
-bool is_fused(const Problem& p, const Ready& ready) {
-  auto const& [call, key, d] = ready;
-  int64_t const width = p.gated ? 256 : 128, tiles = (int64_t(call.m) + 63) / 64 * ((call.n + width - 1) / width);
-  return key.scales == kOfBlocks && call.a_dtype == CUTEGEMM_E4M3 && call.b_dtype == CUTEGEMM_E4M3 &&
-         key.aligned >= 2 && key.layout == 0 && call.k > 0 && call.n > 0 &&
-         (p.kernel || (call.m > 32 && tiles >= 96)) && (!p.gated || call.n % 128 == 0);
+// The plan's row for a fused form; null where its sums are a launch of their own.
+const PlanRow* fused_row(const Problem& p, const Ready& ready) {
+  if (ready.call.m == 0 || ready.call.n == 0) return nullptr;
+  PlanRow const& row = planned(p, ready.call, ready.key);
+  return row.separate() ? nullptr : &row;
 }
 
 template <class T>
@@ -471,9 +475,9 @@ void scaled_mm_out(Tensor out, Tensor a, Tensor b, Tensor scale_a, Tensor scale_
   execute(p, Ready(p));
 }
 
-// Where no kernel has all of a fused form: its sums in float32, so that they are rounded once, too.
+// A fused form's sums in float32, so that they are rounded once, too.
 Tensor sums_of(Problem p) {
-  p.out = nullptr, p.out_dtype = int32_t(ScalarType::Float);
+  p.out = nullptr, p.kernel = nullptr, p.out_dtype = int32_t(ScalarType::Float);
   p.gated = p.quantized = false, p.fast_accum = true;
   return *execute(p, Ready(p));
 }
@@ -490,7 +494,7 @@ Tensor scaled_mm_silu_and_mul(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b
   Problem p{"scaled_mm_silu_and_mul", true, a, b, &scale_a, &scale_b};
   p.bias = pointer(bias), p.out_dtype = out_dtype, p.gated = true, p.kernel = pointer(kernel);
   Ready const ready(p);
-  if (is_fused(p, ready)) return *execute(p, ready);
+  if (auto const* row = fused_row(p, ready)) return *execute(p, ready, row);
   Tensor out = empty({a.size(0), b.size(1) / 2}, scalar_type(out_dtype, ScalarType::BFloat16), a);
   gate(out, sums_of(p));
   return out;
@@ -502,8 +506,8 @@ void scaled_mm_silu_and_mul_out(Tensor out, Tensor a, Tensor b, Tensor scale_a, 
   Problem p{"scaled_mm_silu_and_mul", true, a, b, &scale_a, &scale_b};
   p.bias = pointer(bias), p.out = &out, p.out_dtype = out_dtype, p.gated = true, p.kernel = pointer(kernel);
   Ready const ready(p);
-  if (is_fused(p, ready)) {
-    execute(p, ready);
+  if (auto const* row = fused_row(p, ready)) {
+    execute(p, ready, row);
   } else {
     gate(out, sums_of(p));
   }
@@ -516,12 +520,12 @@ std::tuple<Tensor, Tensor> scaled_mm_quant(Tensor a, Tensor b, Tensor scale_a, T
   p.bias = pointer(bias), p.kernel = pointer(kernel);
   p.quantized = true, p.gated = silu_and_mul, p.power_of_two = power_of_two_scale;
   Ready const ready(p);
-  if (is_fused(p, ready)) {
+  if (auto const* row = fused_row(p, ready)) {
     int64_t const m = a.size(0), width = silu_and_mul ? b.size(1) / 2 : b.size(1), groups = (width + 127) / 128;
     int64_t const pitch = (m + 3) / 4 * 4, sizes[2] = {m, groups}, strides[2] = {1, pitch};
     Tensor const scale = empty_strided(Sizes(sizes, 2), Sizes(strides, 2), ScalarType::Float, a);
     p.scale = &scale;
-    return {*execute(p, ready), scale};
+    return {*execute(p, ready, row), scale};
   }
   Tensor const sums = sums_of(p);
   std::optional<Tensor> const none;

@@ -478,12 +478,12 @@ __global__ void __launch_bounds__(blockwise::Tile<kTileM, kTileN, kClusterTilesM
     if (T::kSplits && split > 1) {
       // CTA r finishes the r-th part of the tile's rows, all of its threads together.
       int const rows_of_part = T::kM / split, floats_of_part = rows_of_part * T::kSumPitch;
-      auto* const own = reinterpret_cast<float*>(shared.a);  // [part of the rows][row][kSumPitch]
-      auto* const others = own + T::kM * T::kSumPitch;       // [part of k][row][kSumPitch]
-      cluster_arrive_relaxed();                              // no stage of a CTA is read any more
+      auto* const sent = reinterpret_cast<float*>(shared.a);  // [part of the rows][row][kSumPitch]
+      auto* const received = sent + T::kM * T::kSumPitch;     // [part of k][row][kSumPitch]
+      cluster_arrive_relaxed();                               // no stage of a CTA is read any more
       cluster_wait();
       for_each(make_seq<2 * kRowBlocks>{}, [&](auto i) {
-        float* const to = &own[(row_in_tile + i / 2 * kMmaRows + i % 2 * 8) * T::kSumPitch + own_column];
+        float* const to = &sent[(row_in_tile + i / 2 * kMmaRows + i % 2 * 8) * T::kSumPitch + own_column];
         CUTE_UNROLL
         for (int j = i % 2 * 2; j < size(Sum{}); j += 4) {
           float2 const two = {sums[i / 2](j), sums[i / 2](j + 1)};
@@ -495,8 +495,8 @@ __global__ void __launch_bounds__(blockwise::Tile<kTileM, kTileN, kClusterTilesM
       if (group == 0 && warp == 0 && elect_one_sync()) {
         for (int to = 0; to < split; ++to) {
           if (to == rank) continue;
-          copy_to_remote(remote_address(others + rank * floats_of_part, to), remote_address(&shared.sums_ready, to),
-                         own + to * floats_of_part, floats_of_part * int(sizeof(float)));
+          copy_to_remote(remote_address(received + rank * floats_of_part, to), remote_address(&shared.sums_ready, to),
+                         sent + to * floats_of_part, floats_of_part * int(sizeof(float)));
         }
       }
       wait_cluster(shared.sums_ready, 0);
@@ -506,10 +506,13 @@ __global__ void __launch_bounds__(blockwise::Tile<kTileM, kTileN, kClusterTilesM
         int const m = tile_m + rank * rows_of_part + row, n = tile_n + column;
         if (m >= call.m || n >= call.n) continue;
         float total[4] = {};
-        for (int p = 0; p < split; ++p) {
-          auto const* const part = (p == rank ? own : others) + p * floats_of_part;
-          float4 const four = *reinterpret_cast<float4 const*>(&part[row * T::kSumPitch + column]);
-          total[0] += four.x, total[1] += four.y, total[2] += four.z, total[3] += four.w;
+        for (int pair = 0; pair < split; pair += 2) {  // whose loads are on their way together
+          CUTE_UNROLL
+          for (int p = pair; p < pair + 2; ++p) {
+            auto const* const part = (p == rank ? sent : received) + p * floats_of_part;
+            float4 const four = *reinterpret_cast<float4 const*>(&part[row * T::kSumPitch + column]);
+            total[0] += four.x, total[1] += four.y, total[2] += four.z, total[3] += four.w;
+          }
         }
         if (has_operands) {
           CUTE_UNROLL
@@ -533,7 +536,6 @@ __global__ void __launch_bounds__(blockwise::Tile<kTileM, kTileN, kClusterTilesM
           }
         }
       }
-      warpgroup_wait<0>();
       cluster_wait();
       return;  // there is no second tile
     }
@@ -695,7 +697,8 @@ __global__ void __launch_bounds__(blockwise::Tile<kTileM, kTileN, kClusterTilesM
     });
   }
   warpgroup_wait<0>();
-  if (warp == 0 && elect_one_sync()) wait_for_stores();
+  // Shared memory must outlive what reads it. That d is where it belongs the end of the launch sees to.
+  if (warp == 0 && elect_one_sync()) wait_until_stores_read<0>();
 }
 
 template <int kTileM, int kTileN, int kClusterTilesM, int kClusterTilesN, bool kColumns, bool kGated, class Formula>

@@ -67,12 +67,11 @@ __device__ __forceinline__ void store_rows(const CUtensorMap& map, uint32_t from
                : "memory");
 }
 __device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until what all but the last kLast stored may be written again in shared memory, or everything is where it belongs.
+// Until what all but the last kLast stored may be written again in shared memory.
 template <int kLast>
 __device__ __forceinline__ void wait_until_stores_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLast) : "memory");
 }
-__device__ __forceinline__ void wait_for_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Four 8 x 8 matrices of 16-bit elements, from the registers in which an MMA leaves its sums.
 __device__ __forceinline__ void store_matrices(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {

@@ -40,20 +40,21 @@ def _bench(argv: Sequence[str]) -> int:
 
 
 def _explain(argv: Sequence[str]) -> int:
-    from . import explain
+    from . import plan
 
     parser = argparse.ArgumentParser(
         prog="python -m cutegemm explain", description="Print which kernels run for a weight, and when."
     )
-    parser.add_argument("op", choices=("mm", "scaled_mm"))
+    parser.add_argument("op", choices=plan.OPS)
     parser.add_argument("n", type=int, help="rows of the weight")
     parser.add_argument("k", type=int, help="columns of the weight")
     parser.add_argument("--m", type=int, help="only the kernel for this many tokens")
     parser.add_argument(
         "--scales", default="", choices=("block", "group"), help="of FP8: one for 128 x 128 of the weight, or 1 x 128"
     )
+    parser.add_argument("--silu-and-mul", action="store_true", help="of scaled_mm_quant: quantize the gated product")
     args = parser.parse_args(argv)
-    print(explain(args.op, args.n, args.k, args.m, scales=args.scales))
+    print(plan.explain(args.op, args.n, args.k, args.m, scales=args.scales, silu_and_mul=args.silu_and_mul))
     return 0
 
 

@@ -17,7 +17,7 @@ from .checks import is_itself, lies_in_memory_of
 from .epilogues import asymmetric, linear, scaled
 from .quantize import BLOCK, columns_of_scales, quantize_rows
 from .registry import Input, nbytes, op
-from .variants import KERNELS, Choice
+from .variants import KERNELS, SEPARATE, Choice
 
 HALF = (torch.bfloat16, torch.float16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -78,10 +78,10 @@ def _check_out(op: str, out: Any, out_dtype: torch.dtype, m: int, n: int, device
 
 
 def _check_kernel(op: str, kernel: str | None, of: str | None = None) -> None:
-    """of: the op whose kernels they are, if it is another."""
-    of = of or op
-    if kernel is None:
+    """of: the op whose kernels they are, if it is another: then op is a fused form, whose sums may be separate."""
+    if kernel is None or (of and kernel == SEPARATE):
         return
+    of = of or op
     try:
         name = Choice.parse(kernel).kernel
     except ValueError as error:
@@ -689,8 +689,8 @@ def scaled_mm_silu_and_mul(
 
     b's first n / 2 columns are those of the gates g, the others those of u, so n is even; silu(x) = x / (1 + exp(-x)).
     a, b: FP8. scale_a, scale_b: in every shape and dtype that scaled_mm takes, for each 128 k too. bias: (n,).
-    out_dtype, kernel: as in `scaled_mm`. out: (m, n / 2), written in place and returned. m, n and k may be 0; with
-    k = 0, g and u are the bias.
+    out_dtype: as in `scaled_mm`. out: (m, n / 2), written in place and returned. m, n and k may be 0; with k = 0, g and
+    u are the bias. kernel: one that computes all of it, or "separate": one launch for the sums, and another.
 
     Raises ValueError or TypeError on a CPU, RuntimeError on CUDA, with the same sentences.
     """
@@ -751,8 +751,8 @@ def scaled_mm_quant(
     float32 values, as quantize_fp8 makes them with granularity "group". So the next scaled_mm takes the two as its a
     and scale_a. power_of_two_scale: the scale is rounded up to a power of two, still as float32.
 
-    a, b: FP8. scale_a, scale_b, bias, kernel: as in `scaled_mm`, the scales in each of their shapes and dtypes. m, n
-    and k may be 0.
+    a, b: FP8. scale_a, scale_b, bias: as in `scaled_mm`, the scales in each of their shapes and dtypes. m, n and k may
+    be 0. kernel: one that computes all of it, or "separate": one launch for the sums, and another.
 
     Raises ValueError or TypeError on a CPU, RuntimeError on CUDA, with the same sentences.
     """

@@ -12,8 +12,8 @@ from __future__ import annotations
 import ctypes
 import json
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from math import ceil, gcd, log2, prod
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import gemm
-from .variants import KERNELS, AnyShape, Blockwise, Choice, Decode, Kernel, Options, Tile, Tiles
+from .variants import KERNELS, SEPARATE, AnyShape, Blockwise, Choice, Decode, Kernel, Options, Tile, Tiles
 
 # Where the plan of a shape that was not measured may change kernels.
 # fmt: off
@@ -45,7 +45,9 @@ DTYPES = {
     torch.int8: "int8",
 }
 SCALES = ("", "block", "group")  # in the order of csrc/dispatch.cpp's Scales
-TUNED_BY = ("op", "a", "b", "d", "fast_accum", "scales", "n", "k")  # what the table tells problems apart by, with m
+# What the table tells problems apart by, with m.
+TUNED_BY = ("op", "a", "b", "d", "fast_accum", "scales", "gated", "n", "k")
+OPS = {"mm": gemm.HALF, "scaled_mm": gemm.QUANTIZED, "scaled_mm_silu_and_mul": gemm.FP8, "scaled_mm_quant": gemm.FP8}
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "e4m3": 1, "e5m2": 1, "int8": 1, "int32": 4}
 
 
@@ -71,15 +73,23 @@ class Problem:
     aligned: bool = True  # the operands' addresses and leading strides are multiples of 16 bytes, as TMA asks
     aligned_out: bool = True  # so are the output's, and the length of its rows: TMA stores whole pieces of 16 bytes
 
+    @property
+    def fused(self) -> bool:
+        """Whether d is made of sums, gated or quantized, which may also be a launch of their own."""
+        return self.gated or self.d == "e4m3"
+
     def kernels(self, m: int) -> Iterator[Kernel]:
         return (kernel for kernel in KERNELS.values() if self.takes(kernel, m))
+
+    def allows(self, choice: Choice, m: int) -> bool:
+        return self.fused if choice.kernel == SEPARATE else self.takes(KERNELS[choice.kernel], m)
 
     def takes(self, kernel: Kernel, m: int) -> bool:
         """Whether the kernel may be launched for the problem with m rows."""
         gemm, tile = kernel.gemm, kernel.tile
         if self.op != gemm.op or bool(self.scales) != bool(gemm.scales):
             return False
-        if (self.gated or self.d == "e4m3") and not isinstance(tile, Blockwise):
+        if self.fused and not isinstance(tile, Blockwise):
             return False
         if isinstance(tile, AnyShape):
             return (self.a, self.b) == (gemm.a, gemm.b) or (gemm.a == "fp8" and {self.a, self.b} <= {"e4m3", "e5m2"})
@@ -99,20 +109,16 @@ class Problem:
         return (self.d != "e4m3" or tile.quantizes) and (not self.gated or self.n % 128 == 0)
 
 
-def is_fused(m: int, n: int, gated: bool) -> bool:
-    """Whether csrc/dispatch.cpp gates or quantizes a product in its own launch, where scales are for blocks."""
-    return m > 32 and ceil(m / 64) * ceil(n / (256 if gated else 128)) >= 96
-
-
 def candidates(problem: Problem, m: int) -> list[Choice]:
     """Every kernel that may compute the problem and is worth trying, with the options worth trying."""
     kernels = list(problem.kernels(m))
+    separate = [Choice(SEPARATE)] if problem.fused else []
     fast = [kernel for kernel in kernels if not isinstance(kernel.tile, AnyShape)]
     fit = [kernel for kernel in fast if _fits(kernel.tile, m)]
     for group in (fit, fast, kernels):
         if choices := [Choice(kernel.name, o) for kernel in group for o in _options(problem, kernel.tile, m)]:
-            return choices
-    return []
+            return choices + separate
+    return separate
 
 
 def _fits(tile: Tiles, m: int) -> bool:
@@ -130,8 +136,8 @@ def _options(problem: Problem, tile: Tiles, m: int) -> list[Options]:
     if isinstance(tile, Decode):
         options = []
         for split, clusters in CLUSTERS.items():
-            if split == 1 or k_bytes >= split * 1024:
-                for rows in sorted({64, _even_rows(problem.n, clusters)}):
+            if split == 1 or (k_bytes >= split * 1024 and not tile.folded):
+                for rows in (0,) if tile.folded else sorted({64, _even_rows(problem.n, clusters)}):
                     options += [Options(split, rows=rows), Options(split, rows=rows, prefetch=64)]
                     options.append(Options(split, rows=rows, no_chain=1))
         return options
@@ -179,8 +185,13 @@ def cost(problem: Problem, choice: Choice, m: int) -> float:
     FP8 of that table the first of the ranking is 2 % slower than the fastest kernel in geometric mean, on the 132 with
     scales for blocks 1.4 %.
     """
-    tile = KERNELS[choice.kernel].tile
     n, k, width = problem.n, problem.k, BYTES[problem.a]
+    if choice.kernel == SEPARATE:
+        sums = replace(problem, d="fp32", gated=False, aligned_out=n % 4 == 0)
+        # The second launch finds its sums in L2 where they fit. A gated result in 16 bits takes a third one.
+        again = m * n * (4 + (2 if problem.gated else 1)) / 4.35e6
+        return min(cost(sums, c, m) for c in candidates(sums, m)) + again + (1.5 if problem.d == "e4m3" else 3.0)
+    tile = KERNELS[choice.kernel].tile
     memory = (n * k * width + m * k * width + m * n * BYTES[problem.d]) / 4.35e6
     if isinstance(tile, AnyShape):
         waves = ceil(ceil(m / 64) * ceil(n / 64) / (3 * MULTIPROCESSORS))
@@ -188,23 +199,27 @@ def cost(problem: Problem, choice: Choice, m: int) -> float:
 
     split = max(1, choice.options.split)
     if isinstance(tile, Decode):
-        rows = choice.options.rows or 64
+        rows = choice.options.rows or tile.rows
         tiles = ceil(n / rows)
         clusters = min(tiles, CLUSTERS[split])
-        stages = ceil(ceil(k * width / 256) / split)
-        streams = memory * (0.973 + 0.0011 * tile.tokens)
+        columns = tile.tokens * 64 // tile.rows  # of the MMA
+        bytes_of_stage = 128 * max(2, 64 // tile.rows)
+        stages = ceil(ceil(k * width / bytes_of_stage) / split)
+        streams = memory * (0.952 + 0.00224 * tile.tokens) * (1.2 if tile.rows == 8 else 0.977)
         # The next launch fits beside this one, not at all, or in part: then both get in each other's way.
-        start = 1.76 if 2 * clusters * split <= MULTIPROCESSORS else 2.24
+        beside = clusters * split == MULTIPROCESSORS and tile.tokens <= 16 and columns <= 32
+        start = 2.01 if beside else 0.98 if 2 * clusters * split <= MULTIPROCESSORS else 1.8
         if choice.options.no_chain:
-            start, streams = start + 1.26, streams * 1.04
+            start, streams = start + 0.9, streams * 1.08
         elif MULTIPROCESSORS // 2 < clusters * split <= 100:
             streams *= 1.25
         if choice.options.prefetch:
-            start += 0.36 - 0.038 * min(streams, 11.3)
+            start += 0.352 - 0.0357 * min(streams, 9.9)
         rounds = ceil(tiles / clusters)
-        exchange = rounds * (0.97 + 0.033 * tile.tokens) if split > 1 else 0.0
-        own = max(rows * 256 / SM_STREAM, 0.19 + 0.0024 * tile.tokens)
-        scaling = 0.046 * tile.tokens if problem.scales else 0.0  # each 128 k
+        exchange = rounds * (1.03 + 0.0357 * tile.tokens) if split > 1 else rounds * 0.083 if tile.folded else 0.0
+        of_mmas = 0.222 + 0.000292 * columns if tile.folded else 0.224 + 0.0027 * tile.tokens
+        own = max(rows * bytes_of_stage / 5.65e4, of_mmas)
+        scaling = 0.0346 * tile.tokens if problem.scales else 0.0  # each 128 k
         return start + exchange + scaling + max(streams, rounds * stages * own)
 
     if isinstance(tile, Blockwise):
@@ -213,15 +228,15 @@ def cost(problem: Problem, choice: Choice, m: int) -> float:
         # A stage takes what its operands need to come, its MMAs and sums, or at least the way of an MMA and a barrier,
         # and some more for each scale of b.
         elements = tile.m * tile.n / 128**2
-        stage = max(0.153, (tile.m + tile.n) * 128 / 9.7e4, elements * (0.524 if tile.m == 64 else 0.375))
-        stage += 0.0048 * tile.n / gcd(tile.n, 128)
-        work = waves * (ceil(ceil(k / 128) / split) * stage + 1.18 * elements)
-        adding = 0.22 + 4.88 * elements if split > 1 else 0.0
-        meeting = 0.54 if prod(tile.cluster) > 1 else 0.0
+        stage = max(0.14, (tile.m + tile.n) * 128 / 9.7e4, elements * (0.521 if tile.m == 64 else 0.375))
+        stage += 0.0044 * tile.n / gcd(tile.n, 128)
+        work = waves * (ceil(ceil(k / 128) / split) * stage + 1.13 * elements)
+        adding = 0.2 + 5.17 * elements if split > 1 else 0.0
+        meeting = 0.52 if prod(tile.cluster) > 1 else 0.0
         # Bands of some 1520 rows find most of what they read in L2.
         band = max(1, choice.options.swizzle) * tile.m * tile.cluster[0]
-        apart = 1 + 0.0186 * abs(log2(band / 1520)) if waves > 1 else 1.0
-        return 1.34 + adding + meeting + (max(memory, work) + 0.134 * min(memory, work)) * apart
+        apart = 1 + 0.0168 * abs(log2(band / 1520)) if waves > 1 else 1.0
+        return 1.2 + adding + meeting + (max(memory, work) + 0.136 * min(memory, work)) * apart
 
     # In the MMA's terms: tiles along its sides, and what of its operands a cluster's CTAs read from L2 for each other.
     along_m, along_n = _grid(problem, tile, m)[:: -1 if tile.swap else 1]
@@ -239,6 +254,11 @@ def cost(problem: Problem, choice: Choice, m: int) -> float:
     return start + max(memory, waves * compute, from_l2 / 1.2e7) + reduction
 
 
+def tuned_by(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The fields TUNED_BY of a row of the table, which may be older than one of them."""
+    return tuple(row[name] if name in row else getattr(Problem, name) for name in TUNED_BY)
+
+
 @cache
 def _table(device: str) -> dict[tuple[Any, ...], dict[int, list[Choice]]]:
     """Measured rankings: the fields TUNED_BY -> m -> choices, the fastest first."""
@@ -248,11 +268,10 @@ def _table(device: str) -> dict[tuple[Any, ...], dict[int, list[Choice]]]:
     table: dict[tuple[Any, ...], dict[int, list[Choice]]] = {}
     names = {f.name for f in fields(Options)}
     for row in json.loads(path.read_text())["rows"]:
-        key = tuple(row.get(name, "") for name in TUNED_BY)
-        table.setdefault(key, {})[row["m"]] = [
+        table.setdefault(tuned_by(row), {})[row["m"]] = [
             Choice(best["kernel"], Options(**{name: best[name] for name in names if name in best}))
             for best in row["best"]
-            if best["kernel"] in KERNELS
+            if best["kernel"] in (*KERNELS, SEPARATE)
         ]
     return table
 
@@ -263,7 +282,7 @@ def _tuned(problem: Problem, device: str) -> dict[int, list[Choice]]:
 
 def _best(problem: Problem, m: int, measured: list[Choice]) -> Choice:
     for choice in measured:
-        if problem.takes(KERNELS[choice.kernel], m):
+        if problem.allows(choice, m):
             return choice
     return min(candidates(problem, m), key=lambda choice: cost(problem, choice, m))
 
@@ -295,21 +314,30 @@ def explain(
     out_dtype: torch.dtype = torch.bfloat16,
     use_fast_accum: bool = True,
     scales: str = "",
+    silu_and_mul: bool = False,
     device: str = H200,
 ) -> str:
-    """The plan of `op` ("mm" or "scaled_mm") for a weight of n rows and k columns, as text; with m, the row it takes.
+    """The plan of a product's op for a weight of n rows and k columns, as text; with m, the row it takes.
 
-    dtype: of a and b; by default BF16 for mm and e4m3 for scaled_mm, which also takes int8. scales: "block" if each
-    1 x 128 of a and 128 x 128 of the weight have a scale, "group" if each 1 x 128 of both has; of FP8.
+    op: "mm", "scaled_mm", "scaled_mm_silu_and_mul" or, with or without silu_and_mul, "scaled_mm_quant". Where it says
+    "separate", the sums are a launch of scaled_mm in float32, and what the op makes of them is another.
+    dtype: of a and b; by default BF16 for mm and e4m3 for the others, of which scaled_mm also takes int8. out_dtype: of
+    d, which for scaled_mm_quant is e4m3. scales: "block" if each 1 x 128 of a and 128 x 128 of the weight have a scale,
+    "group" if each 1 x 128 of both has; of FP8.
     """
-    if op not in ("mm", "scaled_mm"):
-        raise ValueError(f"explain: op is {op!r}; it must be 'mm' or 'scaled_mm'")
+    if op not in OPS:
+        raise ValueError(f"explain: op is {op!r}; it must be {', '.join(OPS)}")
+    if silu_and_mul and op != "scaled_mm_quant":
+        raise ValueError(f"explain: silu_and_mul is True; for {op} it must be False")
+    gated = silu_and_mul or op == "scaled_mm_silu_and_mul"
+    if gated and n % 2:
+        raise ValueError(f"explain: n is {n}; for gates and what is gated it must be even")
     for name, size in (("n", n), ("k", k), ("m", 1 if m is None else m)):
         if size < 1:
             raise ValueError(f"explain: {name} is {size}; it must be 1 or more")
     dtype = dtype or (torch.bfloat16 if op == "mm" else torch.float8_e4m3fn)
     for name, given, known in (
-        ("dtype", dtype, gemm.HALF if op == "mm" else gemm.QUANTIZED),
+        ("dtype", dtype, OPS[op]),
         ("out_dtype", out_dtype, gemm.OUTPUT),
     ):
         if given not in known:
@@ -317,11 +345,11 @@ def explain(
     if scales not in SCALES or (scales and dtype not in gemm.FP8):
         allowed = ", ".join(map(repr, SCALES if dtype in gemm.FP8 else SCALES[:1]))
         raise ValueError(f"explain: scales is {scales!r}; for {op} of {dtype} it must be {allowed}")
-    operand = DTYPES[dtype]
+    operand, d = DTYPES[dtype], "e4m3" if op == "scaled_mm_quant" else DTYPES[out_dtype]
     problem = Problem(
-        op, operand, operand, DTYPES[out_dtype], n, k,
-        fast_accum=use_fast_accum and dtype in gemm.FP8 and not scales, scales=scales,
-        aligned=k * BYTES[operand] % 16 == 0, aligned_out=n * BYTES[DTYPES[out_dtype]] % 16 == 0,
+        "mm" if op == "mm" else "scaled_mm", operand, operand, d, n, k,
+        fast_accum=use_fast_accum and dtype in gemm.FP8 and not scales, scales=scales, gated=gated,
+        aligned=k * BYTES[operand] % 16 == 0, aligned_out=n // (1 + gated) * BYTES[d] % 16 == 0,
     )  # fmt: skip
     measured = sorted(_tuned(problem, device))
     lines = [
@@ -475,7 +503,7 @@ def _answer(request: _Request) -> None:
         rows = plan(problem, torch.cuda.get_device_name(request.device))
     else:
         choice = Choice.parse(kernel)
-        if not problem.takes(KERNELS[choice.kernel], m):
+        if not problem.allows(choice, m):
             raise ValueError(
                 f"{op}: kernel {choice.kernel} does not take m = {m}, n = {problem.n}, k = {problem.k} of {problem.a} "
                 f"and {problem.b} to {problem.d} in layout {problem.layout or 'other'}"
@@ -488,7 +516,9 @@ def _answer(request: _Request) -> None:
         to.m_limit, to.kernel, to.options = row.m_limit, row.choice.kernel.encode(), _Options(*options)
     codes = (_KERNEL_TYPES[name] for name in (problem.a, problem.b, problem.d))
     _dispatcher.cutegemm_add_plan(ctypes.byref(request), c_rows, len(rows), layout, SCALES.index(scales), *codes)
-    _open(next(row.choice.kernel for row in rows if m <= row.m_limit))
+    chosen = next(row.choice.kernel for row in rows if m <= row.m_limit)
+    if chosen != SEPARATE:
+        _open(chosen)
 
 
 def _open(name: str) -> None:

@@ -40,12 +40,21 @@ class Tile:
 
 @dataclass(frozen=True)
 class Decode:
-    """csrc/decode.cuh: up to `tokens` rows of a, a cluster for a tile of the weight."""
+    """csrc/decode.cuh: up to `tokens` rows of a, a cluster for a tile of the weight.
+
+    A tile is up to `rows` of the weight. Where they are fewer than the MMA's 64 it is folded: as many parts of k as fit
+    stand in one MMA.
+    """
 
     tokens: int
+    rows: int = 64
+
+    @property
+    def folded(self) -> bool:
+        return self.rows < 64
 
     def __str__(self) -> str:
-        return f"decode{self.tokens}"
+        return f"decode{self.tokens}" + f"x{self.rows}" * (self.rows != 64)
 
 
 @dataclass(frozen=True)
@@ -142,6 +151,7 @@ class Kernel:
 
 ANY = (AnyShape(),)
 DECODE = (Decode(8), Decode(16), Decode(32))
+DECODE_FOLDED = (Decode(8, 16), Decode(16, 16), Decode(8, 8), Decode(16, 8))
 BLOCKWISE = (
     Blockwise(256, 128, (1, 2)),
     Blockwise(128, 192, (2, 1)),
@@ -260,7 +270,7 @@ def _scaled_mm() -> list[Gemm]:
     return [
         gemm("e4m3", "e4m3", "bf16", whole, fast_accum=True),
         gemm("e4m3", "e4m3", "", parts, fast_accum=True),
-        gemm("e4m3", "e4m3", "", DECODE),
+        gemm("e4m3", "e4m3", "", DECODE + DECODE_FOLDED),
         gemm("e4m3", "e4m3", "bf16", (Tile(64, 64, 128, swap=True), FULL_WIDE)),
         gemm("e4m3", "e4m3", "fp16", few, fast_accum=True),
         gemm("e4m3", "e4m3", "fp16", (FULL_WIDE,)),
@@ -285,7 +295,7 @@ def _scaled_mm_int8() -> list[Gemm]:
         gemm("fp16", few),
         gemm("fp32", few),
         gemm("", parts),
-        gemm("", DECODE),
+        gemm("", DECODE + DECODE_FOLDED),
         gemm("", ANY),
     ]
 
@@ -300,7 +310,7 @@ def _mm() -> list[Gemm]:
     few = (Tile(64, 64, 128, swap=True), Tile(64, 128, 64), main, Tile(128, 256, 64, (2, 1), "cooperative"))
     gemms = [gemm("bf16", "bf16", whole), gemm("bf16", "", parts), gemm("fp16", "fp16", few)]
     for a in ("bf16", "fp16"):
-        gemms += [gemm(a, "", DECODE), gemm(a, "fp32", (few[0], main)), gemm(a, "", ANY)]
+        gemms += [gemm(a, "", DECODE + DECODE_FOLDED), gemm(a, "fp32", (few[0], main)), gemm(a, "", ANY)]
         gemms += [gemm(a, a, (main,), layout) for layout in ("tt", "nt", "nn")]
     return gemms
 
@@ -309,7 +319,7 @@ def _scaled_mm_block() -> list[Gemm]:
     def gemm(operand: str, *tiles: Tiles) -> Gemm:
         return Gemm("scaled_mm", operand, operand, "", "residual", tiles, scales="block")
 
-    return [gemm("e4m3", *BLOCKWISE), gemm("e4m3", *DECODE, Decode(64)), gemm("fp8", *ANY)]
+    return [gemm("e4m3", *BLOCKWISE), gemm("e4m3", *DECODE, Decode(64), *DECODE_FOLDED), gemm("fp8", *ANY)]
 
 
 GEMMS: tuple[Gemm, ...] = (*_scaled_mm(), *_scaled_mm_block(), *_scaled_mm_int8(), *_mm())
@@ -352,6 +362,10 @@ class Options:
 
     def __str__(self) -> str:
         return ",".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name))
+
+
+# In a kernel's place, of an op with a fused form: the sums are a launch of their own, in float32, and another follows.
+SEPARATE = "separate"
 
 
 class Choice(NamedTuple):

@@ -754,8 +754,11 @@ def test_a_kernel_that_does_not_take_the_problem_says_so() -> None:
     odd = {"a": Spec((5, 64), BF16, (65, 1)), "b": b, "kernel": name}
     with pytest.raises(RuntimeError, match=r"^mm: kernel .* in layout tn, not aligned to 16 bytes$"):
         call("mm", odd, "cuda")
-    with pytest.raises(RuntimeError, match=r"^mm: kernel .* was not launched for m = 5, .*: the launch options ask"):
-        call("mm", {"a": Spec((5, 64)), "b": b, "kernel": f"{name}:split=3"}, "cuda")
+    for choice in (f"{name}:split=3", f"{name}:rows=12", f"{name}x16:split=2", f"{name}x16:rows=8"):
+        with pytest.raises(
+            RuntimeError, match=r"^mm: kernel .* was not launched for m = 5, .*: the launch options ask"
+        ):
+            call("mm", {"a": Spec((5, 64)), "b": b, "kernel": choice}, "cuda")
     product = make_product(5, 24, 64, device="cuda")
     assert_same(product(kernel=name), product.exact(BF16))
 
@@ -898,6 +901,15 @@ def make_for(kernel: Kernel, m: int, n: int, k: int, **how: Any) -> Product:
     return make_product(m, n, k, dtypes_of(kernel), layout=kernel.gemm.layout, pitch=pitch, device="cuda", **how)
 
 
+def unsplit(sizes: list[tuple[int, int, int, str]]) -> list[tuple[int, int, int, str]]:
+    """With the options that a folded tile has."""
+
+    def of_folded(options: str) -> str:
+        return ",".join(option for option in options.split(",") if not option.startswith(("split", "rows")))
+
+    return [(m, n, k, of_folded(options)) for m, n, k, options in sizes]
+
+
 def sizes_of(kernel: Kernel) -> list[tuple[int, int, int, str]]:
     """m, n, k and options: one of each, tails everywhere, more tiles than multiprocessors, every way to launch."""
     tile = kernel.tile
@@ -906,8 +918,8 @@ def sizes_of(kernel: Kernel) -> list[tuple[int, int, int, str]]:
         return [(1, 1, 1, ""), (3, 7, 5, ""), (65, 131, 67, "no_chain=1"), (130, 63, 259, ""), (1111, 1303, 77, "")]
     if isinstance(tile, Decode):
         most, many = tile.tokens, 132 * 256 + 17
-        span = 8 * vector  # of whole spans of 128 bytes TMA loads two at a time
-        return [
+        span = 8 * vector  # of whole spans of 128 bytes TMA loads a stage's at a time
+        sizes = [
             (1, 1, 1, ""),
             (1, 61, 3 * vector, "split=8"),
             (most, 64, 257, "split=2,rows=8"),
@@ -920,7 +932,9 @@ def sizes_of(kernel: Kernel) -> list[tuple[int, int, int, str]]:
             (most - 1, 131, 5 * span, ""),
             (most // 2 + 1, 333, 11 * span, "split=2,rows=24,prefetch=64"),
             (most, many // 2, 4 * span, "rows=40,prefetch=32"),
+            (most - 1, 77, 17 * span, ""),
         ]
+        return unsplit(sizes) if tile.folded else sizes
     rows, columns = (tile.n, tile.m) if tile.swap else (tile.m, tile.n)
     if tile.split:
         part = 3 * vector
@@ -999,7 +1013,7 @@ def test_kernel_keeps_its_bound_and_its_bits(name: str) -> None:
     """With outliers, zeros and denormals."""
     kernel, tile = KERNELS[name], KERNELS[name].tile
     m = tile.tokens if isinstance(tile, Decode) else 141
-    split = isinstance(tile, Decode) or (isinstance(tile, Tile) and tile.split)
+    split = (isinstance(tile, Decode) and not tile.folded) or (isinstance(tile, Tile) and tile.split)
     k = 384 if split else 417
     product = make_for(kernel, m, 208, k, exact=False)
     for dtype in outputs_of(kernel):
@@ -1054,7 +1068,7 @@ def replayed(steps: Callable[[], list[Tensor]]) -> list[Tensor]:
 
 def with_split(kernel: Kernel, split: int) -> str:
     if isinstance(kernel.tile, Decode):
-        return f"{kernel.name}:split={split},prefetch=64"
+        return f"{kernel.name}:prefetch=64" + f",split={split}" * (not kernel.tile.folded)
     return f"{kernel.name}:split={split}" if isinstance(kernel.tile, Tile) and kernel.tile.split else kernel.name
 
 
@@ -1093,7 +1107,7 @@ def widest_decode(types: tuple[torch.dtype, torch.dtype]) -> tuple[str, int]:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("name", "split"),
-    [(name, s) for name in IN_ROWS for s in (1, 8) if s == 1 or with_split(KERNELS[name], s) != name],
+    [(name, s) for name in IN_ROWS for s in (1, 8) if s == 1 or "split=" in with_split(KERNELS[name], s)],
 )
 def test_weight_written_by_the_kernel_before(name: str, split: int) -> None:
     """Decode lets the next kernel start at once, and so ask for a weight that is not yet written."""

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_gemm import Product, Spec, fp8_bound, make_product, outs, replayed, views_of, views_of_vector
+from test_gemm import Product, Spec, fp8_bound, make_product, outs, replayed, unsplit, views_of, views_of_vector
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cutegemm
-from cutegemm import quantize_fp8, scaled_mm, scaled_mm_quant, scaled_mm_silu_and_mul
+from cutegemm import activation, activation_quant, quantize_fp8, scaled_mm, scaled_mm_quant, scaled_mm_silu_and_mul
 from cutegemm.gemm import scales_of
 from cutegemm.registry import OPS as REGISTERED
 from cutegemm.testing import (
@@ -1169,7 +1169,7 @@ def sizes_of(kernel: Kernel) -> list[tuple[int, int, int, str]]:
         return [(1, 1, 1, ""), (3, 7, 5, ""), (65, 131, 67, "no_chain=1"), (130, 63, 259, ""), (1111, 1303, 77, "")]
     if isinstance(tile, Decode):
         most, many = tile.tokens, 132 * 256 + 17
-        return [
+        sizes = [
             (1, 1, 1, ""),
             (1, 61, 48, "split=8"),
             (most, 64, 257, "split=2,rows=8"),
@@ -1179,7 +1179,9 @@ def sizes_of(kernel: Kernel) -> list[tuple[int, int, int, str]]:
             (most, many // 4, 530, "split=4,prefetch=16"),
             (most - 1, 131, 640, ""),
             (most // 2 + 1, 333, 1408, "split=2,rows=24,prefetch=64"),
+            (most - 1, 77, 2176, ""),
         ]
+        return unsplit(sizes) if tile.folded else sizes
     assert isinstance(tile, Blockwise)
     m, n = tile.m, tile.width
     sizes = [
@@ -1258,9 +1260,8 @@ def test_kernel_keeps_its_bound_and_its_bits(name: str) -> None:
         m = tile.tokens if isinstance(tile, Decode) else 141
         product = make_block_product(m, 208, 417, kind, exact=False, residual=BF16, pitch=16, device="cuda")
         product.rest["scale_a"] = side_by_side(product.rest["scale_a"])
-        options = (
-            f"{name}:split=2" if isinstance(tile, Decode) or (isinstance(tile, Blockwise) and tile.splits) else name
-        )
+        split = (isinstance(tile, Decode) and not tile.folded) or (isinstance(tile, Blockwise) and tile.splits)
+        options = f"{name}:split=2" if split else name
         for dtype in OUTPUT:
             out = outs(m, 208, dtype, "cuda")["padded"][0]
             product(out=out, kernel=options)
@@ -1312,7 +1313,9 @@ def test_operands_written_just_before(name: str) -> None:
     how: dict[str, Any] = {"kind": kinds_of(kernel)[0], "residual": BF16, "device": "cuda"}
     sources = [make_block_product(7, 264, 1024, seed=seed, **how) for seed in range(3)]
     product = make_block_product(7, 264, 1024, **how)
-    choice = f"{name}:split=4,prefetch=64" if isinstance(kernel.tile, Decode) else name
+    choice = name
+    if isinstance(kernel.tile, Decode):
+        choice = f"{name}:prefetch=64" if kernel.tile.folded else f"{name}:split=4,prefetch=64"
 
     def steps() -> list[Tensor]:
         results = []
@@ -1395,6 +1398,25 @@ def test_gated_kernel_keeps_its_bound_and_its_bits(name: str) -> None:
     for _ in range(20):
         again = fused(scaled_mm_quant, product, silu_and_mul=True, kernel=name)
         assert torch.equal(again[1], codes[1]) and codes_are_equal(again[0], codes[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [3, 200])
+@pytest.mark.parametrize("gate", [False, True])
+def test_fused_forms_in_two_launches(m: int, gate: bool) -> None:
+    """The sums in float32, and what follows of them: the same bits as those ops give one after the other."""
+    product = make_block_product(m, 512, 417, exact=False, pitch=16, device="cuda")
+    sums = product(out_dtype=FP32)
+    want = activation_quant(sums, granularity="group") if gate else quantize_fp8(sums, granularity="group")
+    with product.unchanged():
+        q, scale = fused(scaled_mm_quant, product, silu_and_mul=gate, kernel="separate")
+    assert torch.equal(scale, want[1]) and codes_are_equal(q, want[0])
+    if gate:
+        for dtype in OUTPUT:
+            got = fused(scaled_mm_silu_and_mul, product, out_dtype=dtype, kernel="separate")
+            assert torch.equal(got, activation(sums).to(dtype))
+    with pytest.raises(RuntimeError, match=r"^scaled_mm_quant: kernel .*_128x64x128_1x1_columns does not take m = "):
+        fused(scaled_mm_quant, product, silu_and_mul=gate, kernel="scaled_mm_e4m3_e4m3_block_128x64x128_1x1_columns")
 
 
 @pytest.mark.gpu

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from cutegemm import explain, gemm, library, plan
 from cutegemm.plan import NO_LIMIT, Choice, Options, Problem, candidates, choose
-from cutegemm.variants import KERNELS, AnyShape, Blockwise, Decode
+from cutegemm.variants import KERNELS, SEPARATE, AnyShape, Blockwise, Decode
 
 PAIRS = {
     "mm": [("bf16", "bf16"), ("fp16", "fp16")],
@@ -55,12 +55,13 @@ def check(problem: Problem, device: str = plan.H200) -> None:
     assert limits == sorted(set(limits))
     assert limits[0] >= 1 and limits[-1] == NO_LIMIT
     for first, row in zip([1, *(limit + 1 for limit in limits)], rows, strict=False):
-        kernel = KERNELS[row.choice.kernel]
         for m in (first, (first + row.m_limit) // 2, row.m_limit):
-            assert problem.takes(kernel, m), f"m = {m}: {row.choice}"
+            assert problem.allows(row.choice, m), f"m = {m}: {row.choice}"
             assert choose(problem, m, device) == row.choice
         # "any" is many times slower, so it is for what no other takes.
-        assert is_any(row.choice) == all(isinstance(each.tile, AnyShape) for each in problem.kernels(first))
+        assert problem.fused or is_any(row.choice) == all(
+            isinstance(each.tile, AnyShape) for each in problem.kernels(first)
+        )
     for row, after in itertools.pairwise(rows):
         assert row.choice != after.choice
 
@@ -122,12 +123,39 @@ def test_fused_forms_have_kernels_of_their_own(d: str, gated: bool) -> None:
     problem = Problem("scaled_mm", "e4m3", "e4m3", d, 896, 1040, scales="block", gated=gated)
     check(problem)
     for m in (1, 65, 5000):
-        for choice in candidates(problem, m):
+        *kernels, last = candidates(problem, m)
+        assert kernels and last == SEPARATELY
+        for choice in kernels:
             tile = KERNELS[choice.kernel].tile
             assert isinstance(tile, Blockwise) and tile.gated == gated and (d != "e4m3" or tile.quantizes)
     assert not any(problem.takes(KERNELS[choice.kernel], 100) for choice in candidates(PROBLEM, 100))
     if gated:  # its halves must start at whole chunks
-        assert not candidates(replace(problem, n=960), 100)
+        assert candidates(replace(problem, n=960), 100) == [SEPARATELY]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"scales": ""}, {"scales": "group"}, {"aligned": False}, {"layout": "tt"}, {"k": 0}, {"a": "e5m2"}],
+    ids=str,
+)
+def test_fused_forms_that_no_kernel_has_are_separate(other: dict[str, Any]) -> None:
+    problem = replace(Problem("scaled_mm", "e4m3", "e4m3", "e4m3", 896, 1040, scales="block"), **other)
+    assert plan.plan(problem) == (plan.Row(NO_LIMIT, SEPARATELY),)
+
+
+def test_fused_forms_are_separate_where_that_is_faster(table: dict[Any, Any]) -> None:
+    """Few tokens have decode's kernels, which write sums; where there are many, sums are too much to write and read."""
+    wide = Problem("scaled_mm", "e4m3", "e4m3", "e4m3", 8192, 4096, scales="block", gated=True)
+    for problem in (wide, replace(wide, gated=False), replace(wide, d="bf16")):
+        assert choose(replace(problem, n=2048), 1) == SEPARATELY
+        assert choose(problem, 8192) != SEPARATELY
+    fastest, slower = (
+        Choice(f"scaled_mm_e4m3_e4m3_block_{tile}_gated") for tile in ("64x256x128_1x1", "128x256x128_2x1")
+    )
+    of_wide = ("scaled_mm", "e4m3", "e4m3", "e4m3", False, "block", True, 8192, 4096)
+    table[of_wide] = {64: [SEPARATELY, fastest], 8192: [fastest, SEPARATELY, slower]}
+    assert [row.choice for row in plan.plan(wide)] == [SEPARATELY, fastest]
+    assert not PROBLEM.allows(SEPARATELY, 1)
 
 
 def test_few_tokens_take_decode_and_many_take_tiles() -> None:
@@ -152,7 +180,8 @@ def table(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
 
 
 PROBLEM = Problem("mm", "bf16", "bf16", "bf16", 512, 1024)
-KEY = ("mm", "bf16", "bf16", "bf16", False, "", 512, 1024)
+KEY = ("mm", "bf16", "bf16", "bf16", False, "", False, 512, 1024)
+SEPARATELY = Choice(SEPARATE)
 
 
 def test_measured_kernels_come_first(table: dict[Any, Any]) -> None:
@@ -261,12 +290,29 @@ def test_explain_scales_for_blocks(scales: str) -> None:
     assert text == explain("scaled_mm", 4096, 4096, scales=scales, use_fast_accum=False)
 
 
+def test_explain_fused_forms() -> None:
+    text = explain("scaled_mm_quant", 8192, 4096, scales="block", silu_and_mul=True)
+    assert text.startswith("scaled_mm_quant of e4m3 to e4m3 with scales for each block, n = 8192, k = 4096 on ")
+    assert "_gated:" in text
+    assert "_gated:" in explain("scaled_mm_silu_and_mul", 8192, 4096, 4096, scales="block")
+    assert "gated" not in explain("scaled_mm_quant", 8192, 4096, scales="block")
+    assert explain("scaled_mm_silu_and_mul", 8192, 4096).splitlines()[1:] == ["  m from 1             separate"]
+
+
 def test_explain_refuses_what_no_op_takes() -> None:
     for op, dtype, scales in (("mm", None, "block"), ("scaled_mm", torch.int8, "group"), ("scaled_mm", None, "row")):
         with pytest.raises(ValueError, match=f"^explain: scales is '{scales}'; for {op} of "):
             explain(op, 64, 64, dtype=dtype, scales=scales)
-    with pytest.raises(ValueError, match=r"explain: op is 'matmul'; it must be 'mm' or 'scaled_mm'"):
+    with pytest.raises(
+        ValueError, match=r"explain: op is 'matmul'; it must be mm, scaled_mm, scaled_mm_silu_and_mul, "
+    ):
         explain("matmul", 64, 64)
+    with pytest.raises(ValueError, match=r"explain: silu_and_mul is True; for scaled_mm it must be False"):
+        explain("scaled_mm", 64, 64, silu_and_mul=True)
+    with pytest.raises(ValueError, match=r"explain: n is 63; for gates and what is gated it must be even"):
+        explain("scaled_mm_silu_and_mul", 63, 64)
+    with pytest.raises(ValueError, match=r"explain: dtype is torch.int8; it must be torch.float8_e4m3fn, "):
+        explain("scaled_mm_quant", 64, 64, dtype=torch.int8)
     with pytest.raises(ValueError, match=r"explain: dtype is torch.int8; it must be torch.bfloat16, torch.float16$"):
         explain("mm", 64, 64, dtype=torch.int8)
     with pytest.raises(ValueError, match=r"explain: dtype is torch.float16; it must be .*, torch.int8$"):
@@ -451,8 +497,12 @@ def test_a_request_with_scales_for_blocks(dispatcher: Dispatcher, rows: int, num
     if scales == "block":
         whole = {**fp8, "b": torch.zeros(256, 512, dtype=torch.float8_e4m3fn).t()}
         assert ask(**whole, **how, op=b"scaled_mm_silu_and_mul", gated=1) == ""
+        gated = Problem("scaled_mm", "e4m3", "e4m3", "bf16", 256, 512, scales=scales, gated=True)
+        assert dispatcher.rows == [(row.m_limit, *row.choice) for row in plan.plan(gated)]
         assert ask(**whole, **how, op=b"scaled_mm_quant", quantized=1) == ""
-        assert {KERNELS[kernel].tile.gated for _, kernel, _ in dispatcher.rows} == {False}
+        quantized = replace(gated, d="e4m3", gated=False)
+        assert dispatcher.rows == [(row.m_limit, *row.choice) for row in plan.plan(quantized)]
+        assert dispatcher.opened == [choose(each, 5).kernel for each in (problem, gated, quantized)]
 
 
 @pytest.mark.parametrize("op", ["scaled_mm_silu_and_mul", "scaled_mm_quant"])
@@ -462,6 +512,15 @@ def test_a_request_for_the_sums_of_another_op(dispatcher: Dispatcher, op: str) -
     assert ask(**fp8, **how) == ""
     assert dispatcher.key == (0, 0, 4, 4, 1)
     assert ask(**fp8, **how, kernel=b"fast").startswith(f"{op}: kernel is 'fast', which is not a kernel of scaled_mm; ")
+    assert ask(**fp8, **how, gated=1, kernel=b"separate") == ""
+    assert dispatcher.rows == [(NO_LIMIT, *SEPARATELY)]
+    assert dispatcher.opened == [choose(Problem("scaled_mm", "e4m3", "e4m3", "fp32", 512, 1024), 5).kernel]
+    name = b"scaled_mm_e4m3_e4m3_block_64x256x128_1x1_gated"
+    assert ask(**fp8, **how, gated=1, kernel=name).startswith(f"{op}: kernel {name.decode()} does not take m = 5, ")
+
+
+def test_an_op_without_a_fused_form_has_nothing_to_separate(dispatcher: Dispatcher) -> None:
+    assert ask(a=A, b=B, kernel=b"separate").startswith("mm: kernel is 'separate', which is not a kernel of mm; ")
 
 
 def test_what_goes_wrong_in_python_reaches_the_caller(dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,7 +143,8 @@ def test_tile_fits_registers_and_shared_memory(name: str) -> None:
 def test_decode_tokens_are_an_n_of_wgmma(name: str) -> None:
     tile = KERNELS[name].tile
     assert isinstance(tile, Decode)
-    assert tile.tokens in (8, 16, 32, 64)
+    assert tile.tokens in (8, 16, 32, 64) and tile.rows in (8, 16, 64)
+    assert tile.tokens * 64 // tile.rows <= 256
     assert KERNELS[name].gemm.layout == "tn"
     assert KERNELS[name].gemm.d == ""
 
@@ -222,5 +223,7 @@ def test_any_takes_every_pair_of_fp8() -> None:
 
 @pytest.mark.parametrize("name", [name for name, kernel in KERNELS.items() if isinstance(kernel.tile, Decode)])
 def test_decode_takes_as_many_rows_as_its_name_says(name: str) -> None:
-    tokens = int(name.rpartition("decode")[2])
-    assert [m for m in range(1, 200) if takes(name, m=m)] == list(range(1, tokens + 1))
+    tokens, _, rows = name.rpartition("decode")[2].partition("x")
+    tile = KERNELS[name].tile
+    assert isinstance(tile, Decode) and (tile.tokens, tile.rows) == (int(tokens), int(rows or 64))
+    assert [m for m in range(1, 200) if takes(name, m=m)] == list(range(1, tile.tokens + 1))

@@ -387,19 +387,18 @@ def refuse_wrong(shape: Shape, candidate: Candidate, m: int) -> float:
     return error
 
 
-def problem(family: Family, n: int, k: int, m: int = plan.NO_LIMIT) -> plan.Problem:
+def problem(family: Family, n: int, k: int) -> plan.Problem:
     operand, width = plan.DTYPES[family.dtype], family.dtype.itemsize
-    fused = family.gated and plan.is_fused(m, n, gated=True)  # or else the sums are written, in float32
     return plan.Problem(
         "mm" if family.op == "mm" else "scaled_mm",
         operand,
         operand,
-        "e4m3" if fused else "fp32" if family.gated else "bf16",
+        "e4m3" if family.gated else "bf16",
         n,
         k,
         fast_accum=family.dtype == torch.float8_e4m3fn and not family.blocks,
         scales="block" if family.blocks else "",
-        gated=fused,
+        gated=family.gated,
         aligned=k * width % 16 == 0,
         aligned_out=n * 2 % 16 == 0,
     )
@@ -422,7 +421,7 @@ def measure(shape: Shape, m: int, peers: dict[str, Candidate], rounds: int, chec
     error = refuse_wrong(shape, family.ours, m)
     flops = roofline.gemm_flops(m, n, k)
     row: Row = {"op": family.op, "mode": family.mode, "m": m, "n": n, "k": k}
-    row["kernel"] = str(plan.choose(problem(family, n, k, m), m, torch.cuda.get_device_name()))
+    row["kernel"] = str(plan.choose(problem(family, n, k), m, torch.cuda.get_device_name()))
     row["floor_us"] = round(roofline.floor_us(shape.bytes(m), flops, family.dtype), 2)
     row["err"] = float(f"{error:.2e}")
     if check_only:

@@ -300,13 +300,14 @@ CUTEGEMM_KERNEL_FILE("{kernel.name}", cutegemm::{launcher}<Variant>)
 
 def decode(kernel: Kernel) -> str:
     assert isinstance(kernel.tile, Decode)
-    gemm = kernel.gemm
+    gemm, tile = kernel.gemm, kernel.tile
     types = ", ".join(CPP_TYPES[dtype] for dtype in (gemm.a, gemm.b))
+    numbers = f"{tile.tokens}, {tile.rows}, {_true(gemm.scales)}"
     return f"""\
 #include "decode.cuh"
 
 {formula(gemm.epilogue, gemm.accumulator)}
-CUTEGEMM_KERNEL_FILE("{kernel.name}", cutegemm::Decode<{types}, {kernel.tile.tokens}, {_true(gemm.scales)}, Formula>)
+CUTEGEMM_KERNEL_FILE("{kernel.name}", cutegemm::Decode<{types}, {numbers}, Formula>)
 """
 
 

@@ -26,13 +26,12 @@ from torch import Tensor
 import cutegemm
 from cutegemm import plan, testing
 from cutegemm.tools import bench
-from cutegemm.variants import KERNELS
+from cutegemm.variants import KERNELS, SEPARATE
 
 Row = dict[str, Any]
 
 M = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 8192)
 KEPT = 6
-KEY = (*plan.TUNED_BY, "m")
 
 
 def forced(family: bench.Family, kernel: str) -> bench.Candidate:
@@ -93,13 +92,14 @@ def survey(shape: bench.Shape, m: int, choices: Iterable[plan.Choice], faults: C
 
 def declared(rows: Iterable[Row]) -> list[Row]:
     """Rows without the kernels that are no longer declared."""
-    kept = [{**row, "best": [best for best in row["best"] if best["kernel"] in KERNELS]} for row in rows]
+    names = {*KERNELS, SEPARATE}
+    kept = [{**row, "best": [best for best in row["best"] if best["kernel"] in names]} for row in rows]
     return [row for row in kept if row["best"]]
 
 
 def merge(known: Iterable[Row], new: Iterable[Row]) -> list[Row]:
-    """Known rows, with new ones in place of those of the same problem; in the order of KEY."""
-    rows = {tuple(row.get(name, "") for name in KEY): row for row in (*known, *new)}
+    """Known rows, with new ones in place of those of the same problem; in the order of what tells problems apart."""
+    rows = {(*plan.tuned_by(row), row["m"]): row for row in (*known, *new)}
     return [rows[key] for key in sorted(rows)]
 
 

@@ -28,4 +28,4 @@ struct Formula {
   }
 };
 
-CUTEGEMM_KERNEL_FILE("scaled_mm_e4m3_e4m3_block_decode16", cutegemm::Decode<cutlass::float_e4m3_t, cutlass::float_e4m3_t, 16, true, Formula>)
+CUTEGEMM_KERNEL_FILE("scaled_mm_e4m3_e4m3_block_decode16", cutegemm::Decode<cutlass::float_e4m3_t, cutlass::float_e4m3_t, 16, 64, true, Formula>)

@@ -28,4 +28,4 @@ struct Formula {
   }
 };
 
-CUTEGEMM_KERNEL_FILE("scaled_mm_e4m3_e4m3_decode8", cutegemm::Decode<cutlass::float_e4m3_t, cutlass::float_e4m3_t, 8, false, Formula>)
+CUTEGEMM_KERNEL_FILE("scaled_mm_e4m3_e4m3_decode8", cutegemm::Decode<cutlass::float_e4m3_t, cutlass::float_e4m3_t, 8, 64, false, Formula>)

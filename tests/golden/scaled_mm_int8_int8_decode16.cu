@@ -30,4 +30,4 @@ struct Formula {
   }
 };
 
-CUTEGEMM_KERNEL_FILE("scaled_mm_int8_int8_decode16", cutegemm::Decode<int8_t, int8_t, 16, false, Formula>)
+CUTEGEMM_KERNEL_FILE("scaled_mm_int8_int8_decode16", cutegemm::Decode<int8_t, int8_t, 16, 64, false, Formula>)
