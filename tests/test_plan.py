@@ -211,12 +211,11 @@ def test_measured_kernels_that_may_not_run_are_passed_over(table: dict[Any, Any]
 def test_tables_name_declared_kernels_that_take_their_problem(path: Path) -> None:
     device = path.stem.replace("_", " ")
     for row in json.loads(path.read_text())["rows"]:
-        types, how = (row["op"], row["a"], row["b"], row["d"]), (row["fast_accum"], row.get("scales", ""))
-        problem = Problem(*types, row["n"], row["k"], fast_accum=how[0], scales=how[1])
+        problem = Problem(**dict(zip(plan.TUNED_BY, plan.tuned_by(row), strict=True)))
         assert row["best"]
         for best in row["best"]:
-            assert best["kernel"] in KERNELS
-            assert problem.takes(KERNELS[best["kernel"]], row["m"])
+            assert best["kernel"] in (*KERNELS, SEPARATE)
+            assert problem.allows(Choice(best["kernel"]), row["m"])
             assert best.keys() - {"kernel", "us"} <= {name for name, _ in plan._Options._fields_}
         check(problem, device)
 

@@ -91,7 +91,7 @@ def widest_decode(dtype: str) -> str:
     tokens = {
         name: kernel.tile.tokens
         for name, kernel in KERNELS.items()
-        if isinstance(kernel.tile, Decode) and kernel.gemm.a == kernel.gemm.b == dtype
+        if isinstance(kernel.tile, Decode) and kernel.gemm.a == kernel.gemm.b == dtype and not kernel.gemm.scales
     }
     return max(tokens, key=tokens.__getitem__)
 
@@ -247,9 +247,10 @@ def cut_kernels() -> list[tuple[str, int]]:
     for name, kernel in KERNELS.items():
         if (kernel.gemm.a, kernel.gemm.b) not in (("bf16", "bf16"), ("e4m3", "e4m3")) or kernel.gemm.layout != "tn":
             continue
-        if kernel.gemm.d not in ("", "bf16"):
+        if kernel.gemm.d not in ("", "bf16") or kernel.gemm.scales:
             continue
-        cuts = isinstance(kernel.tile, Decode) or (isinstance(kernel.tile, Tile) and kernel.tile.split)
+        tile = kernel.tile
+        cuts = (isinstance(tile, Decode) and not tile.folded) or (isinstance(tile, Tile) and tile.split)
         cases += [(name, split) for split in ((1, 2, 4, 8) if cuts else (0,))]
     return cases
 
@@ -290,12 +291,14 @@ def test_case_009_bias_with_parts_of_k(name: str, split: int) -> None:
         for name, kernel in KERNELS.items()
         if kernel.gemm.a in ("bf16", "e4m3")
         and kernel.gemm.b == kernel.gemm.a
+        and not kernel.gemm.scales
         and (isinstance(kernel.tile, (Decode, AnyShape)) or (isinstance(kernel.tile, Tile) and kernel.tile.split))
     ],
 )
 def test_case_057_two_streams_at_once(name: str) -> None:
     kernel = KERNELS[name]
-    choice = name if isinstance(kernel.tile, AnyShape) else f"{name}:split=4"
+    whole = isinstance(kernel.tile, AnyShape) or (isinstance(kernel.tile, Decode) and kernel.tile.folded)
+    choice = name if whole else f"{name}:split=4"
     dtype = E4M3 if kernel.gemm.a == "e4m3" else BF16
     inputs = [operands(m, 264, 1024, dtype, "cuda") for m in (7, 8)]
     want = [exact(*each) for each in inputs]
