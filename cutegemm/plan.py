@@ -183,7 +183,7 @@ def cost(problem: Problem, choice: Choice, m: int) -> float:
 
     The constants are fits to what tools/tune.py measured. They are there to rank kernels: on the 300 problems in BF16
     and FP8 of tuned/NVIDIA_H200.json the first of the ranking is 2 % slower than the fastest kernel in geometric mean,
-    on 363 with scales for blocks 0.7 %, and on 120 of these that no constant was fitted to 1 %, 12 % at most.
+    on 363 with scales for blocks 0.8 %, and on 120 others, which no constant was fitted to, 1 %, 12 % at most.
     """
     n, k, width = problem.n, problem.k, BYTES[problem.a]
     if choice.kernel == SEPARATE:
@@ -206,7 +206,8 @@ def cost(problem: Problem, choice: Choice, m: int) -> float:
         bytes_of_stage = 128 * max(2, 64 // tile.rows)
         stages = ceil(ceil(k * width / bytes_of_stage) / split)
         streams = memory * (0.952 + 0.00224 * tile.tokens) * (1.2 if tile.rows == 8 else 0.977)
-        # The next launch fits beside this one, not at all, or in part: then both get in each other's way.
+        # The next launch fits beside this one, not at all, or in part: then both get in each other's way. On
+        # multiprocessors that are all taken it fits where shared memory has room for two, see decode.cuh's launch().
         beside = clusters * split == MULTIPROCESSORS and tile.tokens <= 16 and columns <= 32
         start = 2.01 if beside else 0.98 if 2 * clusters * split <= MULTIPROCESSORS else 1.8
         if choice.options.no_chain:
@@ -218,7 +219,7 @@ def cost(problem: Problem, choice: Choice, m: int) -> float:
         rounds = ceil(tiles / clusters)
         exchange = rounds * (1.03 + 0.0357 * tile.tokens) if split > 1 else rounds * 0.083 if tile.folded else 0.0
         of_mmas = 0.222 + 0.000292 * columns if tile.folded else 0.224 + 0.0027 * tile.tokens
-        own = max(rows * bytes_of_stage / 5.65e4, of_mmas)
+        own = max(rows * bytes_of_stage / SM_STREAM, of_mmas)
         scaling = 0.0346 * tile.tokens if problem.scales else 0.0  # each 128 k
         return start + exchange + scaling + max(streams, rounds * stages * own)
 

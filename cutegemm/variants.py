@@ -365,6 +365,7 @@ class Options:
 
 
 # In a kernel's place, of an op with a fused form: the sums are a launch of their own, in float32, and another follows.
+# csrc/dispatch.cpp knows it by this text.
 SEPARATE = "separate"
 
 

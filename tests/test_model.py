@@ -554,3 +554,6 @@ def test_demo_without_a_gpu(capsys: pytest.CaptureFixture[str]):
 def test_explain(capsys: pytest.CaptureFixture[str]):
     assert main(["explain", "scaled_mm", "4096", "7168", "--m", "16"]) == 0
     assert capsys.readouterr().out.strip() == cutegemm.explain("scaled_mm", 4096, 7168, 16)
+    assert main(["explain", "scaled_mm_quant", "8192", "4096", "--scales", "block", "--silu-and-mul"]) == 0
+    expected = cutegemm.explain("scaled_mm_quant", 8192, 4096, scales="block", silu_and_mul=True)
+    assert capsys.readouterr().out.strip() == expected

@@ -357,6 +357,10 @@ def test_structures_are_those_of_c(struct: str, mirror: type[ctypes.Structure]) 
     assert list(mirror._fields_) == fields_in_c(struct)  # type: ignore[arg-type]
 
 
+def test_separate_is_what_c_calls_it() -> None:
+    assert f'return kernel == "{SEPARATE}";' in (library.csrc() / "dispatch.cpp").read_text()
+
+
 def test_numbers_of_types_are_those_of_c() -> None:
     header = (library.csrc() / "kernel_abi.h").read_text()
     numbers = {name.lower(): int(number) for name, number in re.findall(r"CUTEGEMM_(\w+) = (\d+)", header)}
