@@ -1,4 +1,4 @@
-// The GEMM of a few tokens: d = Formula(a @ b) for m <= 8, 16, 32 or 64, one skeleton for every weight format.
+// The GEMM of a few tokens: d = Formula(a @ b) for m <= 1, 2, 8, 16, 32 or 64, one skeleton for every weight format.
 //
 // With so few rows of a the weight's bytes are all that counts, so everything here serves to keep them flowing:
 //  - The weight's rows run along the MMA's m side, the tokens along its n side, which may be 8 wide. wgmma reads both
@@ -10,6 +10,7 @@
 //    multiprocessor but 16 rows, or 8. There the tile is folded: 4 or 8 spans of k stand in one MMA, below each other
 //    as rows and beside each other as tokens. Its sums on the diagonal are those of a span with itself, each of which
 //    one warp has, or a half of its rows; they are added in the end, as those of a cluster are.
+//    The fewer the tokens, the less of a every CTA has to take in: one token of 8 rows is an eighth of what 8 are.
 //  - One thread issues all TMA loads, ahead of the MMAs and across tiles, in stages of 256 bytes of each row, or of a
 //    folded MMA's spans.
 //  - All CTAs together ask for some 8 MB of the weight at a time, beyond the stages whose MMAs run. Less would leave
@@ -78,9 +79,9 @@ struct Header {
   struct Scales {
     float a[kTokens], b[kRows];
   };
-  // The other CTAs' sums of the rows that this one finishes, as [part of k][token][row], and its own of all rows, as
-  // [part of the rows][token][row], or folded as [part of k][token][row].
-  Sum sums[kTokens * kMmaRows], own[kTokens * kMmaRows];
+  // The other CTAs' sums of the rows that this one finishes, as [CTA][token][row], and its own of all rows, as
+  // [CTA that finishes them][token][row], or folded as [span of an MMA][token][row].
+  Sum sums[kFold<kRows> > 1 ? 0 : kTokens * kMmaRows], own[kTokens * kMmaRows];
   Scales scales[kBlocks ? kMaxStages : 0][kSpans<kRows>];
   uint64_t full[kMaxStages], empty[kMaxStages], sums_ready, sums_free;
 };
@@ -188,7 +189,9 @@ __global__ void __launch_bounds__(decode::kThreads<kBlocks>, 1)
   using Empty = cutlass::arch::ClusterBarrier;
   constexpr int kStep = kSpan / int(sizeof(ElementB));  // of k, in a span
   constexpr int kSpans = decode::kSpans<kRows>, kFold = decode::kFold<kRows>, kColumns = kTokens * kFold;
-  constexpr bool kFolded = kFold > 1;
+  constexpr bool kFolded = kFold > 1, kNarrow = kTokens < 8;
+  static_assert(!kNarrow || kColumns == 8);
+  constexpr int kSums = kNarrow ? 4 : kTokens / 2;  // of a thread
   using Sum = Accumulator<ElementB>;
   using Atom = decltype(GMMA::ss_op_selector<ElementB, ElementA, Sum, cute::Shape<Int<64>, Int<kColumns>, Int<kStep>>,
                                              GMMA::Major::K, GMMA::Major::K>());
@@ -208,14 +211,16 @@ __global__ void __launch_bounds__(decode::kThreads<kBlocks>, 1)
   int const span_b = shape.rows * kSpan, offset_a = kSpans * span_b;
 
   // Calls are short, and the first loads come first: nothing ahead of them is divided.
-  int const split = call.options.split, rank = int(block_rank_in_cluster());
+  int const split = kFolded ? 1 : call.options.split, rank = kFolded ? 0 : int(block_rank_in_cluster());
   int const cluster = int(cluster_id_in_grid().x), clusters = int(cluster_grid_dims().x), tiles = shape.tiles;
   int const first = min(shape.blocks, shape.part * rank), last = min(shape.blocks, first + shape.part);
   int const lane = threadIdx.x % 32;
   // Of those that are no consumers. The shuffle tells the compiler that it is the same in a warp, so that descriptors
   // are in uniform registers.
   int const warp = __shfl_sync(~0u, int(threadIdx.x) / 32, 0) - kConsumers / 32;
-  auto const sum_bytes = [&] { return kTokens * (kMmaRows / split) * (split - 1) * int(sizeof(Sum)); };  // for a tile
+  int const split_bits = __ffs(split) - 1;
+  int const sums_of_part = kTokens * kMmaRows >> split_bits;                             // for a CTA of the cluster
+  auto const sum_bytes = [&] { return sums_of_part * (split - 1) * int(sizeof(Sum)); };  // from the others, of a tile
 
   launch_next_kernel();
   if (warp == 0) {  // it issues the loads, makes the barriers for them, and waits for nobody
@@ -325,35 +330,37 @@ __global__ void __launch_bounds__(decode::kThreads<kBlocks>, 1)
     auto const thread_mma = mma.get_slice(threadIdx.x);
     constexpr int kMmas = kSpans / kFold;  // of a stage (for each 32 bytes of k)
     decltype(partition_fragment_C(mma, cute::Shape<Int<kMmaRows>, Int<kColumns>>{})) even[kMmas], odd[kMmas];
-    Tensor sum = make_tensor<Sum>(Int<kTokens / 2>{});
-    // Of the sums of wgmma a thread holds, for every 8 tokens, 2 neighbours in 2 rows that lie 8 apart.
-    int const own_warp = warp + kConsumers / 32, own_row = own_warp * 16 + lane / 4, own_token = lane % 4 * 2;
-    auto const token_of = [&](int i) { return i / 4 * 8 + own_token + i % 2; };
+    Tensor sum = make_tensor<Sum>(Int<kSums>{});
+    // Of the sums of wgmma a thread holds, for every 8 columns, 2 neighbours in 2 rows that lie 8 apart.
+    int const own_warp = warp + kConsumers / 32, own_row = own_warp * 16 + lane / 4, own_column = lane % 4 * 2;
+    auto const token_of = [&](int i) { return i / 4 * 8 + (own_column + i % 2) % kTokens; };
     auto const row_of = [&](int i) { return own_row + i / 2 % 2 * 8; };
     // The span of a folded MMA that the i-th sum on the diagonal is of, in a warp.
     auto const span_in_mma = [](int of_warp, int i) { return (of_warp * 16 + i / 2 % 2 * 8) / kRows; };
-    // In a cluster, CTA r finishes the r-th part of the MMA's rows, a thread the same row for every token. Folded, that
-    // part is all of the tile.
-    int const parts = kFolded ? kFold : split;  // of k
-    int const part_rows = kMmaRows / parts, part_row = threadIdx.x % part_rows, part_token = threadIdx.x / part_rows;
+    // A thread's sums are d's where no others are to be added. Where there are, CTA r of the cluster finishes the r-th
+    // part of the tile's rows, and a thread the same row for all of its tokens.
+    constexpr int kOwnTokens = std::max(2, kTokens / 4);
+    bool const whole = !kFolded && split == 1;
+    int const part_bits = __ffs(kRows) - 1 - split_bits, part_rows = 1 << part_bits;
+    int const part_row = threadIdx.x & part_rows - 1, part_token = threadIdx.x >> part_bits;
 
     int stage = 0, phase = 0, sums_phase = 0;
     for (int tile = cluster; tile < tiles; tile += clusters) {
       int const row0 = tile * shape.rows, end = min(call.n, row0 + shape.rows);
       // The epilogue's operands are wanted when the last sum is there, and not a trip to L2 later.
-      typename Formula::Row rows[kTokens / 4];
+      typename Formula::Row rows[kOwnTokens];
       typename Formula::Column columns[2];
-      if (parts == 1) {
+      if (whole) {
         CUTE_UNROLL
-        for (int i = 0; i < kTokens / 4; ++i) {
-          rows[i] = Formula::row(call, min(i / 2 * 8 + own_token + i % 2, call.m - 1));
+        for (int i = 0; i < kOwnTokens; ++i) {
+          rows[i] = Formula::row(call, min(token_of(i / 2 * 4 + i % 2), call.m - 1));
         }
         CUTE_UNROLL
         for (int i = 0; i < 2; ++i) columns[i] = Formula::column(call, min(row0 + row_of(i * 2), call.n - 1));
       } else {
         CUTE_UNROLL
-        for (int i = 0; i < kTokens / 4; ++i) {
-          rows[i] = Formula::row(call, min(part_token + i * (kConsumers / part_rows), call.m - 1));
+        for (int i = 0; i < kOwnTokens; ++i) {
+          rows[i] = Formula::row(call, min(part_token + i * (kConsumers >> part_bits), call.m - 1));
         }
         columns[0] = Formula::column(call, min(row0 + rank * part_rows + part_row, call.n - 1));
       }
@@ -388,7 +395,7 @@ __global__ void __launch_bounds__(decode::kThreads<kBlocks>, 1)
           if (lane == 0) empty(read)->arrive();
         };
         auto const part_of = [&](auto s, int i) {
-          if constexpr (kFolded) {
+          if constexpr (kFolded && !kNarrow) {
             Sum x = {};
             CUTE_UNROLL
             for (int w = 0; w < kConsumers / 32; ++w) {
@@ -401,7 +408,8 @@ __global__ void __launch_bounds__(decode::kThreads<kBlocks>, 1)
         };
         if constexpr (kBlocks) {
           constexpr int kHalves = kRows < 16 ? 2 : 1;  // where a warp's halves are of different spans
-          float2 a[kMmas][kHalves][kTokens / 8];
+          constexpr int kEights = kSums / 4;
+          float2 a[kMmas][kHalves][kEights];
           float b[kMmas][2];
           CUTE_UNROLL
           for (int s = 0; s < kMmas; ++s) {
@@ -409,9 +417,10 @@ __global__ void __launch_bounds__(decode::kThreads<kBlocks>, 1)
               return header.scales[read][kFolded ? span_in_mma(own_warp, i) : s];
             };
             CUTE_UNROLL
-            for (int i = 0; i < kHalves * kTokens / 8; ++i) {
+            for (int i = 0; i < kHalves * kEights; ++i) {
               int const half = i % kHalves, eight = i / kHalves;
-              a[s][half][eight] = *reinterpret_cast<const float2*>(&scales(half * 2).a[token_of(eight * 4)]);
+              float const* const two = &scales(half * 2).a[token_of(eight * 4)];
+              a[s][half][eight] = kTokens == 1 ? float2{*two, *two} : *reinterpret_cast<const float2*>(two);
             }
             CUTE_UNROLL
             for (int i = 0; i < 2; ++i) b[s][i] = scales(i * 2).b[row_of(i * 2) % kRows];
@@ -456,7 +465,7 @@ __global__ void __launch_bounds__(decode::kThreads<kBlocks>, 1)
 
       // Code is waited for where it is executed once, and that which loads an element's operand is long.
       bool const has_elements = !std::is_empty_v<typename Formula::Element> && call.residual.data;
-      if (parts == 1) {
+      if (whole) {
         float values[size(sum)];
         auto const finish_all = [&](auto element) {
           CUTE_UNROLL
@@ -478,57 +487,69 @@ __global__ void __launch_bounds__(decode::kThreads<kBlocks>, 1)
           }
         });
       } else {
-        using cutlass::arch::NamedBarrier;
-        if constexpr (kFolded) {
-          NamedBarrier::sync(kConsumers, 0);  // those of the tile before are not read any more
-        } else {
-          wait_cluster(header.sums_free, sums_phase ^ 1);
-        }
+        if (tile != cluster) wait_cluster(header.sums_free, sums_phase ^ 1);  // those of the tile before are read
         CUTE_UNROLL
         for (int i = 0; i < size(sum); ++i) {
-          int const row = row_of(i);
-          header.own[(row / part_rows * kTokens + token_of(i)) * part_rows + row % part_rows] = sum(i);
+          int const span = span_in_mma(own_warp, i);
+          if constexpr (kNarrow) {  // of what a thread has little is on the diagonal
+            if ((own_column + i % 2) / kTokens != span) continue;
+          }
+          int const row = row_of(i) % kRows, part = (row >> part_bits) * kFold + span;
+          header.own[(part * kTokens + token_of(i) << part_bits) + (row & part_rows - 1)] = sum(i);
         }
-        if constexpr (!kFolded) cutlass::arch::fence_view_async_shared();
-        NamedBarrier::sync(kConsumers, 0);
-        if constexpr (!kFolded) {
-          if (threadIdx.x == 0) {
-            for (int to = 0; to < split; ++to) {
-              if (to == rank) continue;
-              copy_to_remote(remote_address(&header.sums[rank * kTokens * part_rows], to),
-                             remote_address(&header.sums_ready, to), &header.own[to * kTokens * part_rows],
-                             kTokens * part_rows * int(sizeof(Sum)));
-            }
+        if (split > 1) cutlass::arch::fence_view_async_shared();
+        cutlass::arch::NamedBarrier::sync(kConsumers, 0);
+        if (split > 1) {
+          for (int to = own_warp; to < split; to += kConsumers / 32) {
+            if (to == rank || lane > 0) continue;
+            copy_to_remote(remote_address(&header.sums[rank * sums_of_part], to),
+                           remote_address(&header.sums_ready, to), &header.own[to * sums_of_part],
+                           sums_of_part * int(sizeof(Sum)));
           }
           wait_cluster(header.sums_ready, sums_phase);
         }
-        int const n = row0 + rank * part_rows + part_row;
+        Sum totals[kOwnTokens] = {};
         CUTE_UNROLL
-        for (int i = 0; i < kTokens / 4; ++i) {  // there are two parts or more
-          int const m = part_token + i * (kConsumers / part_rows);
-          if (m < call.m && n < end) {
-            Sum total = 0;
-            for (int s = 0; s < parts; ++s) {
-              total += (kFolded || s == rank ? header.own : header.sums)[(s * kTokens + m) * part_rows + part_row];
+        for (int i = 0; i < kOwnTokens; ++i) {
+          int const m = part_token + i * (kConsumers >> part_bits);
+          if (m < call.m) {
+#pragma unroll kFolded ? 1 : 2
+            for (int s = 0; s < split; ++s) {
+              auto const* const of_cta = (s == rank ? header.own : header.sums) + s * sums_of_part;
+              CUTE_UNROLL
+              for (int f = 0; f < kFold; ++f) totals[i] += of_cta[(f * kTokens + m << part_bits) + part_row];
             }
+          }
+        }
+        // An arrival waits for the stores before it, so d's come later. None may be on its way to a CTA that has left.
+        if (tile + clusters < tiles) {
+          if (split > 1 && threadIdx.x == 0) sums_ready.arrive_and_expect_tx(sum_bytes());
+          __syncwarp();
+          if (lane < split) arrive_at(header.sums_free, lane);
+        } else if (split > 1) {
+          __syncwarp();
+          cluster_arrive_relaxed();
+        }
+        int const n = row0 + (rank << part_bits) + part_row;
+        CUTE_UNROLL
+        for (int i = 0; i < kOwnTokens; ++i) {
+          int const m = part_token + i * (kConsumers >> part_bits);
+          if (m < call.m && n < end) {
             typename Formula::Element element = {};
             if (has_elements) element = Formula::element(call, m, n);
             store_from_float(call.d, call.d_dtype, m * call.d_stride[0] + n * call.d_stride[1],
-                             Formula::apply(total, rows[i], columns[0], element));
+                             Formula::apply(totals[i], rows[i], columns[0], element));
           }
         }
-        if constexpr (!kFolded) {
-          if (threadIdx.x == 0) sums_ready.arrive_and_expect_tx(sum_bytes());  // of the next tile
-          __syncwarp();
-          if (lane < split) arrive_at(header.sums_free, lane);
-          sums_phase ^= 1;
-        }
+        sums_phase ^= 1;
       }
     }
   }
-  if (split > 1) {  // nor may it leave while another may still write to it
-    if (warp >= 0) cluster_wait();
-    cluster_arrive();
+  if (split > 1) {  // nor may it leave while another reads its sums
+    if (warp >= 0) {
+      cluster_wait();
+      cluster_arrive_relaxed();
+    }
     cluster_wait();
   }
 }

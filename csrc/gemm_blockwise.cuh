@@ -51,13 +51,15 @@ constexpr int kScaleWarps = 3;
 constexpr int kMaxStages = 8;
 constexpr int kSharedBytes = 227 * 1024;
 
-// A tile of kTileM rows of a and kTileN of b. Its warpgroups stand one below the other, each with the tile's whole
-// width, in one MMA, or two: of 64 rows each, or in a gated tile of half of the width, where the first half of an MMA's
-// columns are gates. kColumns: scale_b is one for each column.
-template <int kTileM, int kTileN, int kClusterTilesM, int kClusterTilesN, bool kColumns, bool kGated, class Column>
-struct Tile {
-  static constexpr int kM = kTileM, kRowsB = kTileN, kWidth = kGated ? kTileN / 2 : kTileN;  // kWidth: of d
-  static constexpr int kClusterM = kClusterTilesM, kClusterN = kClusterTilesN, kCluster = kClusterM * kClusterN;
+// A tile of kM rows of a and kRowsB of b, as the emitted Variant declares it: see variants.py's Blockwise. Its
+// warpgroups stand one below the other, each with the tile's whole width, in one MMA, or two: of 64 rows each, or in a
+// gated tile of half of the width, where the first half of an MMA's columns are gates.
+template <class Variant>
+struct Tile : Variant {
+  using Variant::kColumns, Variant::kGated, Variant::kSplits, Variant::kQuantizes;
+  using Variant::kM, Variant::kRowsB, Variant::kClusterM, Variant::kClusterN;
+  using Column = typename Variant::Formula::Column;
+  static constexpr int kCluster = kClusterM * kClusterN, kWidth = kGated ? kRowsB / 2 : kRowsB;  // kWidth: of d
   static constexpr int kGroups = kM > kMmaRows ? 2 : 1, kGroupM = kM / kGroups;
   static constexpr int kRowBlocks = kGroupM / kMmaRows, kColumnBlocks = kGated ? 2 : 1;  // of a group: an MMA each
   static constexpr int kMmas = kRowBlocks * kColumnBlocks;
@@ -66,18 +68,15 @@ struct Tile {
   static constexpr int kThreads = 128 * (kGroups + 1);
   static constexpr int kChunk = std::gcd(kMmaWidth, 128);  // columns that surely have one scale_b
   static constexpr int kBytesA = kM * kSpan, kBytesB = kRowsB * kSpan;
-  static constexpr int kBoxA = kM / kClusterN;  // rows of a TMA load; b's lie together in it as they do in memory
+  // Rows of a TMA load of b, which lie together in it as they do in memory.
   static constexpr int kBoxB = kGated ? kMmaWidth : kRowsB / kClusterM, kBoxesB = kRowsB / kBoxB;
   static constexpr int kScalesB = kColumns ? kRowsB : kRowsB / kChunk;
   static constexpr int kSets = kMmas == 1 && kN <= 128 ? 2 : 1;  // of sums: a thread has 224 registers
-  // d leaves by boxes of a block of rows and so many columns, of 16 bits or less; shared memory has room for all.
+  // d leaves by boxes of a block of rows and so many columns. Shared memory has room for all of 16 bits or less; FP32
+  // leaves by halves of the columns, in boxes of half as many.
   static constexpr int kOutColumns = std::gcd(kMmaWidth, 64), kOutBox = kMmaRows * kOutColumns * 2;
   static constexpr int kOutBoxes = kWidth / kOutColumns;  // of a block of rows
-  // Whether CTAs may have parts of k: not of the largest, which have no registers left for it. Their sums then lie
-  // where the stages were, with rows that begin 8 banks apart.
-  static constexpr bool kSplits = kCluster == 1 && !kGated && kM * kN <= 128 * 144;
-  static constexpr int kSumPitch = kN + 8;
-  static constexpr bool kQuantizes = kWidth == kSpan && kM <= 128;  // has a fresh scale's columns, and registers left
+  static constexpr int kSumPitch = kN + 8;  // of sums that other CTAs of a split tile want: rows begin 8 banks apart
 
   static constexpr int kOfStage = kBytesA + kBytesB + (kM + kScalesB) * 4 + 16;
   static constexpr int kRest = 4096 + kGroups * (kRowBlocks * kOutBoxes * kOutBox + kRowsB * int(sizeof(Column)));
@@ -95,7 +94,9 @@ struct Tile {
   static constexpr int kBytes = sizeof(Shared) + 1024;
   static_assert(kBytes <= kSharedBytes && kN % kChunk == 0 && kStages >= kScaleWarps && kMmas <= 2);
   static_assert(!kGated || (kBoxB == kChunk && !kColumns));
-  static_assert(!kSplits || 2 * kM * kSumPitch * 4 <= kStages * (kBytesA + kBytesB));
+  static_assert(!kSplits || (kCluster == 1 && !kGated));
+  static_assert(!kSplits || 2 * kM * kSumPitch * 4 <= kStages * (kBytesA + kBytesB));  // they lie where stages were
+  static_assert(!kQuantizes || kWidth == kSpan);
 };
 
 // What the host decides.
@@ -103,6 +104,7 @@ struct Shape {
   int32_t blocks, m_tiles, n_tiles;  // of k; of clusters' tiles
   int32_t band;                      // that many of m_tiles are walked together along n, so that both find L2 warm
   int32_t width;                     // of d
+  int32_t box_a;                     // rows of a TMA load of a: those there are, since rows of zeros take TMA longer
   bool scale_a_by_tma, store_by_tma, codes_wide;  // codes_wide: rows of codes are whole 16 bytes
 };
 
@@ -134,6 +136,10 @@ struct Tiles {
     return true;
   }
 };
+
+CUTE_DEVICE void store_pair(uint32_t to, float a, float b) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(a), "f"(b) : "memory");
+}
 
 CUTE_DEVICE float silu(float x) {
   float inverse;
@@ -168,21 +174,21 @@ CUTE_DEVICE void store_codes(uint8_t* d, int64_t row_stride, int64_t column_stri
 
 }  // namespace blockwise
 
-template <int kTileM, int kTileN, int kClusterTilesM, int kClusterTilesN, bool kColumns, bool kGated, class Formula>
-__global__ void __launch_bounds__(blockwise::Tile<kTileM, kTileN, kClusterTilesM, kClusterTilesN, kColumns, kGated,
-                                                  typename Formula::Column>::kThreads,
-                                  1)
+template <class Variant>
+__global__ void __launch_bounds__(blockwise::Tile<Variant>::kThreads, 1)
     blockwise_kernel(const __grid_constant__ cutegemm_call call, const __grid_constant__ blockwise::Shape shape,
                      const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b,
                      const __grid_constant__ CUtensorMap map_scale_a, const __grid_constant__ CUtensorMap map_d) {
   using namespace blockwise;
-  using T = Tile<kTileM, kTileN, kClusterTilesM, kClusterTilesN, kColumns, kGated, typename Formula::Column>;
+  using T = Tile<Variant>;
+  using Formula = typename Variant::Formula;
   using Full = cutlass::arch::ClusterTransactionBarrier;
   using Empty = cutlass::arch::ClusterBarrier;
   using cutlass::arch::NamedBarrier;
   using Element = cutlass::float_e4m3_t;
   constexpr int kStages = T::kStages, kGroups = T::kGroups, kN = T::kN, kMmaWidth = T::kMmaWidth;
   constexpr int kMmas = T::kMmas, kRowBlocks = T::kRowBlocks, kColumnBlocks = T::kColumnBlocks;
+  constexpr bool kColumns = T::kColumns, kGated = T::kGated;
 
   extern __shared__ uint8_t raw[];
   auto& shared = *reinterpret_cast<typename T::Shared*>(raw + (-cast_smem_ptr_to_uint(raw) & 1023));
@@ -238,7 +244,8 @@ __global__ void __launch_bounds__(blockwise::Tile<kTileM, kTileN, kClusterTilesM
       if (elect_one_sync()) {  // of any other condition ptxas does not know that it is one thread's
         bool more = tiles.next(tile_m, tile_n);
         wait_for_previous_kernel();
-        int const bytes = T::kBytesA + T::kBytesB + (shape.scale_a_by_tma ? T::kM * int(sizeof(float)) : 0);
+        int const bytes =
+            T::kClusterN * shape.box_a * kSpan + T::kBytesB + (shape.scale_a_by_tma ? T::kM * int(sizeof(float)) : 0);
         for (; more; more = tiles.next(tile_m, tile_n)) {
           for (int block = first_block; block < last_block; ++block, next_stage()) {
             empty(stage)->wait(phase ^ 1);
@@ -247,10 +254,10 @@ __global__ void __launch_bounds__(blockwise::Tile<kTileM, kTileN, kClusterTilesM
             if (shape.scale_a_by_tma) {
               load_rows(map_scale_a, cast_smem_ptr_to_uint(shared.scale_a[stage]), barrier, tile_m, block);
             }
-            uint32_t const to_a = cast_smem_ptr_to_uint(shared.a[stage]) + rank_n * T::kBoxA * kSpan;
+            uint32_t const to_a = cast_smem_ptr_to_uint(shared.a[stage]) + rank_n * shape.box_a * kSpan;
             if constexpr (T::kClusterN > 1) {
               constexpr int kRow = T::kClusterN * T::kClusterM == 2 ? 0b11 : 0b0101;
-              load_rows(map_a, to_a, barrier, block * kSpan, tile_m + rank_n * T::kBoxA, kRow << rank_m);
+              load_rows(map_a, to_a, barrier, block * kSpan, tile_m + rank_n * shape.box_a, kRow << rank_m);
             } else {
               load_rows(map_a, to_a, barrier, block * kSpan, tile_m);
             }
@@ -525,7 +532,9 @@ __global__ void __launch_bounds__(blockwise::Tile<kTileM, kTileN, kClusterTilesM
         int64_t const at = m * call.d_stride[0] + n * call.d_stride[1];
         if (shape.store_by_tma) {
           auto* const to = reinterpret_cast<uint2*>(static_cast<uint16_t*>(call.d) + at);
-          if (call.d_dtype == CUTEGEMM_FP16) {
+          if (call.d_dtype == CUTEGEMM_FP32) {
+            *reinterpret_cast<float4*>(static_cast<float*>(call.d) + at) = {total[0], total[1], total[2], total[3]};
+          } else if (call.d_dtype == CUTEGEMM_FP16) {
             *to = {rounded_pair<true>(total[0], total[1]), rounded_pair<true>(total[2], total[3])};
           } else {
             *to = {rounded_pair<false>(total[0], total[1]), rounded_pair<false>(total[2], total[3])};
@@ -654,9 +663,22 @@ __global__ void __launch_bounds__(blockwise::Tile<kTileM, kTileN, kClusterTilesM
         }
       }
       if (shape.store_by_tma) {
+        constexpr int kUnits = T::kOutColumns / 8;  // of 16 bytes, in a row of a box
+        auto const swizzle_of = [](int row) { return row * kUnits / 8 % kUnits; };
+        auto const send = [&](int first_column, int columns_of_box) {
+          cutlass::arch::fence_view_async_shared();
+          NamedBarrier::sync(128, group);
+          if (storer()) {
+            CUTE_UNROLL
+            for (int c = 0; c < T::kOutBoxes; ++c) {
+              store_rows(map_d, cast_smem_ptr_to_uint(shared.out[group][r][c]), n0 + first_column + c * columns_of_box,
+                         block_m);
+            }
+            commit_stores();
+          }
+        };
         auto const store_as = [&](auto fp16) {
-          constexpr int kUnits = T::kOutColumns / 8;  // of 16 bytes, in a row of a box
-          int const row = warp * 16 + lane % 16, swizzle = row * kUnits / 8 % kUnits;
+          int const row = warp * 16 + lane % 16, swizzle = swizzle_of(row);
           for_each_mma([&](Sum& sum, auto column) {
             CUTE_UNROLL
             for (int u = 0; u < kMmaWidth / 8; u += 2) {
@@ -668,17 +690,30 @@ __global__ void __launch_bounds__(blockwise::Tile<kTileM, kTileN, kClusterTilesM
               store_matrices(box + (row * kUnits + unit) * 16, two(0), two(2), two(4), two(6));
             }
           });
-          cutlass::arch::fence_view_async_shared();
-          NamedBarrier::sync(128, group);
-          if (storer()) {
-            CUTE_UNROLL
-            for (int c = 0; c < T::kOutBoxes; ++c) {
-              store_rows(map_d, cast_smem_ptr_to_uint(shared.out[group][r][c]), n0 + c * T::kOutColumns, block_m);
-            }
-            commit_stores();
-          }
+          send(0, T::kOutColumns);
         };
-        if (call.d_dtype == CUTEGEMM_FP16) {
+        if (call.d_dtype == CUTEGEMM_FP32) {
+          constexpr int kHalf = T::kWidth / 2, kBoxColumns = T::kOutColumns / 2;
+          // Of the first eight columns; others' units are at this address, the bits of their index toggled.
+          uint32_t const own = cast_smem_ptr_to_uint(shared.out[group][r][0]) + lane % 2 * 8 +
+                               (own_row * kUnits + (lane % 4 / 2 ^ swizzle_of(own_row))) * 16;
+          for_each(make_seq<2>{}, [&](auto half) {
+            if (half > 0) {
+              if (storer()) wait_until_stores_read<0>();
+              NamedBarrier::sync(128, group);
+            }
+            for_each_mma([&](Sum& sum, auto column) {
+              CUTE_UNROLL
+              for (int i = 0; i < kValues; i += 2) {
+                int const eight = column + i / 4 * 8 - half * kHalf, box = eight / kBoxColumns;
+                if (eight < 0 || eight >= kHalf) continue;
+                store_pair((own ^ eight % kBoxColumns * 4) + box * T::kOutBox + i / 2 % 2 * 8 * kUnits * 16, sum(i),
+                           sum(i + 1));
+              }
+            });
+            send(half * kHalf, kBoxColumns);
+          });
+        } else if (call.d_dtype == CUTEGEMM_FP16) {
           store_as(std::true_type{});
         } else {
           store_as(std::false_type{});
@@ -701,11 +736,10 @@ __global__ void __launch_bounds__(blockwise::Tile<kTileM, kTileN, kClusterTilesM
   if (warp == 0 && elect_one_sync()) wait_until_stores_read<0>();
 }
 
-template <int kTileM, int kTileN, int kClusterTilesM, int kClusterTilesN, bool kColumns, bool kGated, class Formula>
+template <class Variant>
 struct Blockwise {
-  using T = blockwise::Tile<kTileM, kTileN, kClusterTilesM, kClusterTilesN, kColumns, kGated, typename Formula::Column>;
-  static constexpr auto* kKernel =
-      &blockwise_kernel<kTileM, kTileN, kClusterTilesM, kClusterTilesN, kColumns, kGated, Formula>;
+  using T = blockwise::Tile<Variant>;
+  static constexpr auto* kKernel = &blockwise_kernel<Variant>;
 
   static int32_t prepare() { return load_kernel(kKernel, T::kBytes); }
   static int64_t workspace(const cutegemm_call&) { return 0; }
@@ -713,7 +747,7 @@ struct Blockwise {
   static int32_t launch(const cutegemm_call& call) {
     using namespace blockwise;
     if (call.a_dtype != CUTEGEMM_E4M3 || call.b_dtype != CUTEGEMM_E4M3) return kWrongTypes;
-    if (!is_scale(call.scale_a, 1) || !is_scale(call.scale_b, kColumns ? 1 : kSpan)) return kWrongTypes;
+    if (!is_scale(call.scale_a, 1) || !is_scale(call.scale_b, T::kColumns ? 1 : kSpan)) return kWrongTypes;
     if (call.m < 1 || call.n < 1 || call.k < 1) return kWrongSize;
     if (call.a_stride[1] != 1 || call.b_stride[0] != 1) return kWrongLayout;
     auto const aligned = [](const void* data, int64_t bytes) {
@@ -723,13 +757,13 @@ struct Blockwise {
     cutegemm_call own = call;
     int const split = own.options.split = std::max(1, call.options.split);
     if (split > 1 && (!T::kSplits || (split != 2 && split != 4 && split != 8))) return kWrongOptions;
-    if (bool(call.output.gated) != kGated || (kGated && (call.residual.data || call.n % (2 * T::kChunk) != 0))) {
+    if (bool(call.output.gated) != T::kGated || (T::kGated && (call.residual.data || call.n % (2 * T::kChunk) != 0))) {
       return kWrongOptions;
     }
     bool const codes = call.d_dtype == CUTEGEMM_E4M3;
     if (codes && (!call.output.scale || !T::kQuantizes || split > 1)) return kWrongTypes;
     blockwise::Shape shape = {};
-    shape.width = kGated ? call.n / 2 : call.n;
+    shape.width = T::kGated ? call.n / 2 : call.n;
     shape.blocks = ceil_div(call.k, kSpan);
     shape.m_tiles = ceil_div(call.m, T::kM * T::kClusterM);
     shape.n_tiles = ceil_div(shape.width, T::kWidth * T::kClusterN);
@@ -738,21 +772,24 @@ struct Blockwise {
     if (split > 1 && tiles * split > call.sm_count) return kWrongOptions;  // sums lie where a next tile's stages would
     int const band = call.options.swizzle ? call.options.swizzle : std::max(1, 1024 / (T::kM * T::kClusterM));
     shape.band = std::min(shape.m_tiles, band);
-    bool const half = call.d_dtype == CUTEGEMM_BF16 || call.d_dtype == CUTEGEMM_FP16;
+    int const rows_a = std::min(T::kM, ceil_div(call.m, 8 * T::kClusterN) * 8 * T::kClusterN);  // whole swizzles
+    shape.box_a = rows_a / T::kClusterN;
+    int const bytes = call.d_dtype == CUTEGEMM_FP32 ? 4 : 2;
     bool const rows = call.d_stride[1] == 1 && call.d_stride[0] >= shape.width;
     // TMA writes whole pieces of 16 bytes, also where a row ends inside of one.
-    shape.store_by_tma = half && rows && aligned(call.d, call.d_stride[0] * 2) && shape.width % 8 == 0;
+    shape.store_by_tma = !codes && rows && aligned(call.d, call.d_stride[0] * bytes) && shape.width * bytes % 16 == 0;
     shape.codes_wide = codes && rows && aligned(call.d, call.d_stride[0]) && shape.width % 16 == 0;
     int64_t const pitch = shape.blocks > 1 ? call.scale_a.block_stride : (int64_t(call.m) + 3) / 4 * 4;
     shape.scale_a_by_tma = call.scale_a.dtype == CUTEGEMM_FP32 && (call.m == 1 || call.scale_a.stride == 1) &&
                            pitch >= call.m && aligned(call.scale_a.data, pitch * 4);
     CUtensorMap map_a, map_b, map_scale_a = {}, map_d = {};
     auto const byte = CU_TENSOR_MAP_DATA_TYPE_UINT8;
-    if (!encode_rows(map_a, byte, 1, call.a, call.m, call.k, call.a_stride[0], T::kBoxA) ||
+    if (!encode_rows(map_a, byte, 1, call.a, call.m, call.k, call.a_stride[0], shape.box_a) ||
         !encode_rows(map_b, byte, 1, call.b, call.n, call.k, call.b_stride[1], T::kBoxB) ||
         (shape.scale_a_by_tma && !encode_row(map_scale_a, call.scale_a.data, shape.blocks, call.m, pitch, T::kM)) ||
-        (shape.store_by_tma && !encode_rows(map_d, CU_TENSOR_MAP_DATA_TYPE_UINT16, 2, call.d, call.m, shape.width,
-                                            call.d_stride[0], kMmaRows, 2 * T::kOutColumns))) {
+        (shape.store_by_tma &&
+         !encode_rows(map_d, bytes == 4 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_UINT16, bytes,
+                      call.d, call.m, shape.width, call.d_stride[0], kMmaRows, 2 * T::kOutColumns))) {
       return kNotImplementable;
     }
     int const cluster = T::kCluster * split;

@@ -33,7 +33,7 @@ H200 = "NVIDIA H200"
 MULTIPROCESSORS = 132
 # How many clusters of so many CTAs, one on a multiprocessor, run at once: multiprocessors come in groups of up to 18
 # that a cluster may not leave. cudaOccupancyMaxActiveClusters says so on an H200; decode.cuh asks it too.
-CLUSTERS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 30}
+CLUSTERS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 30, 8: 15}
 SM_STREAM = 6.7e4  # bytes of a weight a µs that one multiprocessor was seen to read
 
 DTYPES = {
@@ -127,8 +127,8 @@ def _fits(tile: Tiles, m: int) -> bool:
         tile_m = tile.n if tile.swap else tile.m
         return tile_m <= max(64, 4 * m) and (m <= 8 * tile_m or tile_m >= 128)
     if isinstance(tile, Blockwise):
-        return m > 32 and tile.m < 2 * m
-    return isinstance(tile, Decode) and (m > tile.tokens // 2 or tile.tokens == 8)
+        return m > 16 and (tile.m == 64 or tile.m < 2 * m)
+    return isinstance(tile, Decode) and (m > tile.tokens // 2 or tile.tokens <= 8)
 
 
 def _options(problem: Problem, tile: Tiles, m: int) -> list[Options]:
@@ -136,7 +136,7 @@ def _options(problem: Problem, tile: Tiles, m: int) -> list[Options]:
     if isinstance(tile, Decode):
         options = []
         for split, clusters in CLUSTERS.items():
-            if split == 1 or (k_bytes >= split * 1024 and not tile.folded):
+            if split == 1 or (k_bytes >= split * 512 and not tile.folded):
                 for rows in (0,) if tile.folded else sorted({64, _even_rows(problem.n, clusters)}):
                     options += [Options(split, rows=rows), Options(split, rows=rows, prefetch=64)]
                     options.append(Options(split, rows=rows, no_chain=1))
@@ -205,22 +205,22 @@ def cost(problem: Problem, choice: Choice, m: int) -> float:
         columns = tile.tokens * 64 // tile.rows  # of the MMA
         bytes_of_stage = 128 * max(2, 64 // tile.rows)
         stages = ceil(ceil(k * width / bytes_of_stage) / split)
-        streams = memory * (0.952 + 0.00224 * tile.tokens) * (1.2 if tile.rows == 8 else 0.977)
+        streams = memory * (0.952 + 0.00515 * tile.tokens) * (1.19 if tile.rows == 8 else 0.981)
         # The next launch fits beside this one, not at all, or in part: then both get in each other's way. On
         # multiprocessors that are all taken it fits where shared memory has room for two, see decode.cuh's launch().
         beside = clusters * split == MULTIPROCESSORS and tile.tokens <= 16 and columns <= 32
-        start = 2.01 if beside else 0.98 if 2 * clusters * split <= MULTIPROCESSORS else 1.8
+        start = 2.08 if beside else 1.13 if 2 * clusters * split <= MULTIPROCESSORS else 1.68
         if choice.options.no_chain:
-            start, streams = start + 0.9, streams * 1.08
+            start, streams = start + 1.01, streams * 1.08
         elif MULTIPROCESSORS // 2 < clusters * split <= 100:
-            streams *= 1.25
+            streams *= 1.3
         if choice.options.prefetch:
-            start += 0.352 - 0.0357 * min(streams, 9.9)
+            start += 0.341 - 0.032 * min(streams, 10.8)
         rounds = ceil(tiles / clusters)
-        exchange = rounds * (1.03 + 0.0357 * tile.tokens) if split > 1 else rounds * 0.083 if tile.folded else 0.0
-        of_mmas = 0.222 + 0.000292 * columns if tile.folded else 0.224 + 0.0027 * tile.tokens
+        exchange = rounds * (0.578 + 0.0247 * tile.tokens) if split > 1 else rounds * 0.116 if tile.folded else 0.0
+        of_mmas = 0.213 + 0.00044 * columns if tile.folded else 0.245 + 0.0029 * tile.tokens
         own = max(rows * bytes_of_stage / SM_STREAM, of_mmas)
-        scaling = 0.0346 * tile.tokens if problem.scales else 0.0  # each 128 k
+        scaling = 0.0242 * tile.tokens if problem.scales else 0.0  # each 128 k
         return start + exchange + scaling + max(streams, rounds * stages * own)
 
     if isinstance(tile, Blockwise):

@@ -63,8 +63,7 @@ class Blockwise:
 
     cluster: so many tiles along m and n, which share the operands' loads. columns: b has a scale for each column, in
     place of one for 128. gated: d is silu of the first half of its columns times the second, and a tile has n / 2
-    columns of each. Where cluster is one tile, not gated and not large, a cluster may have parts of k of it: see
-    Options.split.
+    columns of each.
     """
 
     m: int
@@ -75,6 +74,7 @@ class Blockwise:
 
     @property
     def splits(self) -> bool:
+        """Whether CTAs may have parts of k of a tile, see Options.split: the largest have no registers left for it."""
         return self.cluster == (1, 1) and not self.gated and self.m * self.n <= 128 * 144
 
     @property
@@ -151,7 +151,7 @@ class Kernel:
 
 ANY = (AnyShape(),)
 DECODE = (Decode(8), Decode(16), Decode(32))
-DECODE_FOLDED = (Decode(8, 16), Decode(16, 16), Decode(8, 8), Decode(16, 8))
+DECODE_FOLDED = (Decode(8, 16), Decode(16, 16), Decode(8, 8), Decode(16, 8), Decode(2, 16), Decode(1, 8))
 BLOCKWISE = (
     Blockwise(256, 128, (1, 2)),
     Blockwise(128, 192, (2, 1)),

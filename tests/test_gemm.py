@@ -901,13 +901,19 @@ def make_for(kernel: Kernel, m: int, n: int, k: int, **how: Any) -> Product:
     return make_product(m, n, k, dtypes_of(kernel), layout=kernel.gemm.layout, pitch=pitch, device="cuda", **how)
 
 
-def unsplit(sizes: list[tuple[int, int, int, str]]) -> list[tuple[int, int, int, str]]:
-    """With the options that a folded tile has."""
+def as_taken(sizes: list[tuple[int, int, int, str]], tile: Decode) -> list[tuple[int, int, int, str]]:
+    """At least a token, and the options that a folded tile has."""
 
-    def of_folded(options: str) -> str:
-        return ",".join(option for option in options.split(",") if not option.startswith(("split", "rows")))
+    def options_of(options: str) -> str:
+        kept = [option for option in options.split(",") if not tile.folded or not option.startswith(("split", "rows"))]
+        return ",".join(kept)
 
-    return [(m, n, k, of_folded(options)) for m, n, k, options in sizes]
+    return [(max(m, 1), n, k, options_of(options)) for m, n, k, options in sizes]
+
+
+def at_most(kernel: Kernel, m: int) -> int:
+    """m, or as many rows as the kernel takes."""
+    return min(m, kernel.tile.tokens) if isinstance(kernel.tile, Decode) else m
 
 
 def sizes_of(kernel: Kernel) -> list[tuple[int, int, int, str]]:
@@ -928,13 +934,13 @@ def sizes_of(kernel: Kernel) -> list[tuple[int, int, int, str]]:
             (most - 1, 131, 900, "split=1,prefetch=64"),
             (most, many, 149, "rows=40"),
             (most, many // 4, 530, "split=4,prefetch=16"),
-            (2, many // 2, 661, "split=2,rows=48,no_chain=1"),
+            (min(2, most), many // 2, 661, "split=2,rows=48,no_chain=1"),
             (most - 1, 131, 5 * span, ""),
             (most // 2 + 1, 333, 11 * span, "split=2,rows=24,prefetch=64"),
             (most, many // 2, 4 * span, "rows=40,prefetch=32"),
             (most - 1, 77, 17 * span, ""),
         ]
-        return unsplit(sizes) if tile.folded else sizes
+        return as_taken(sizes, tile)
     rows, columns = (tile.n, tile.m) if tile.swap else (tile.m, tile.n)
     if tile.split:
         part = 3 * vector
@@ -1077,8 +1083,8 @@ def with_split(kernel: Kernel, split: int) -> str:
 def test_operands_written_just_before(name: str) -> None:
     kernel = KERNELS[name]
     choice, dtype = with_split(kernel, 4), outputs_of(kernel)[0]
-    sources = [make_for(kernel, 7, 264, 1024, seed=seed) for seed in range(3)]
-    product = make_for(kernel, 7, 264, 1024)
+    sources = [make_for(kernel, at_most(kernel, 7), 264, 1024, seed=seed) for seed in range(3)]
+    product = make_for(kernel, at_most(kernel, 7), 264, 1024)
 
     def steps() -> list[Tensor]:
         results = []
@@ -1115,7 +1121,7 @@ def test_weight_written_by_the_kernel_before(name: str, split: int) -> None:
     types, dtype = dtypes_of(kernel), outputs_of(kernel)[0]
     writer, n = widest_decode(types)
     writers = [make_product(n, 2048, 992, types, seed=seed, device="cuda") for seed in range(2)]
-    consumer = make_product(5, n, 2048, types, device="cuda")
+    consumer = make_product(at_most(kernel, 5), n, 2048, types, device="cuda")
     consumer.a.zero_()[:, ::512] = 1  # few, so that sums of large numbers stay exact
     want = [Product(consumer.a, source.exact(types[0]).t(), consumer.rest).exact(dtype) for source in writers]
     weight = torch.empty(n, 2048, dtype=types[0], device="cuda")
@@ -1137,7 +1143,7 @@ def test_weight_written_by_the_kernel_before(name: str, split: int) -> None:
 def test_chain_through_two_buffers(name: str | None) -> None:
     """A weight that moves every column by one: after so many layers, each has moved by as many."""
     kernel, size, layers = KERNELS[name or FAMILIES["any"]], 320, 60
-    x = make_operand(7, size, dtypes_of(kernel)[0], device="cuda")
+    x = make_operand(at_most(kernel, 7), size, dtypes_of(kernel)[0], device="cuda")
     buffers = [x.clone(), torch.empty_like(x)]
     weight = torch.eye(size, device="cuda").roll(1, 0).to(x.dtype)  # row j has its one in column j - 1
 
@@ -1177,13 +1183,14 @@ def test_stream_of_the_caller(name: str | None) -> None:
 def test_graph_replays_on_changed_inputs(name: str) -> None:
     kernel = KERNELS[name]
     choice, dtype = with_split(kernel, 4), outputs_of(kernel)[-1]
-    product = make_for(kernel, 7, 136, 512)
+    m = at_most(kernel, 7)
+    product = make_for(kernel, m, 136, 512)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         # The first call may come here: nothing has to be loaded or built before.
         got = [product(kernel=choice, out_dtype=dtype) for _ in range(3)]
     for seed in (1, 2):
-        for to, source in zip(product.tensors(), make_for(kernel, 7, 136, 512, seed=seed).tensors(), strict=True):
+        for to, source in zip(product.tensors(), make_for(kernel, m, 136, 512, seed=seed).tensors(), strict=True):
             to.copy_(source)
         for each in got:
             each.fill_(math.nan)

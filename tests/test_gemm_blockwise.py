@@ -15,7 +15,18 @@ from typing import Any
 
 import pytest
 import torch
-from test_gemm import Product, Spec, fp8_bound, make_product, outs, replayed, unsplit, views_of, views_of_vector
+from test_gemm import (
+    Product,
+    Spec,
+    as_taken,
+    at_most,
+    fp8_bound,
+    make_product,
+    outs,
+    replayed,
+    views_of,
+    views_of_vector,
+)
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -1181,7 +1192,7 @@ def sizes_of(kernel: Kernel) -> list[tuple[int, int, int, str]]:
             (most // 2 + 1, 333, 1408, "split=2,rows=24,prefetch=64"),
             (most - 1, 77, 2176, ""),
         ]
-        return unsplit(sizes) if tile.folded else sizes
+        return as_taken(sizes, tile)
     assert isinstance(tile, Blockwise)
     m, n = tile.m, tile.width
     sizes = [
@@ -1311,8 +1322,9 @@ def test_scales_beyond_float32_give_infinity(name: str) -> None:
 def test_operands_written_just_before(name: str) -> None:
     kernel = KERNELS[name]
     how: dict[str, Any] = {"kind": kinds_of(kernel)[0], "residual": BF16, "device": "cuda"}
-    sources = [make_block_product(7, 264, 1024, seed=seed, **how) for seed in range(3)]
-    product = make_block_product(7, 264, 1024, **how)
+    m = at_most(kernel, 7)
+    sources = [make_block_product(m, 264, 1024, seed=seed, **how) for seed in range(3)]
+    product = make_block_product(m, 264, 1024, **how)
     choice = name
     if isinstance(kernel.tile, Decode):
         choice = f"{name}:prefetch=64" if kernel.tile.folded else f"{name}:split=4,prefetch=64"
@@ -1343,6 +1355,56 @@ def test_stream_of_the_caller(name: str) -> None:
         got = product(kernel=name)
     stream.synchronize()
     assert_same(got, source.exact(BF16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PLAIN)
+def test_case_057_two_streams_at_once(name: str) -> None:
+    kernel, tile = KERNELS[name], KERNELS[name].tile
+    splits = (isinstance(tile, Decode) and not tile.folded) or (isinstance(tile, Blockwise) and tile.splits)
+    choice = f"{name}:split=4" if splits else name
+    products = [
+        make_block_product(at_most(kernel, m), 264, 1040, kinds_of(kernel)[0], pitch=16, seed=m, device="cuda")
+        for m in (7, 200)
+    ]
+    want = [product.exact(BF16) for product in products]
+    wrong = torch.zeros(2, device="cuda", dtype=torch.int64)
+
+    def calls(i: int) -> None:
+        for result in [products[i](kernel=choice) for _ in range(30)]:
+            wrong[i] += (result != want[i]).sum()
+
+    graphs, streams = [torch.cuda.CUDAGraph() for _ in want], [torch.cuda.Stream() for _ in want]
+    for i, graph in enumerate(graphs):
+        with torch.cuda.graph(graph):
+            calls(i)
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    assert wrong.tolist() == [0, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", ["decode8", "decode64", "64x64x128_1x1", "128x128x128_2x1", "256x128x128_1x2"])
+def test_case_001_more_than_2_to_the_31_results(tile: str) -> None:
+    name = f"scaled_mm_e4m3_e4m3_block_{tile}"
+    m, n = (at_most(KERNELS[name], 64), 2**31) if "decode" in tile else (70_001, 31_000)
+    n = n // m + 264 if "decode" in tile else n
+    a, weight = (
+        torch.randint(-3, 4, (side, 16), device="cuda", generator=torch.Generator("cuda").manual_seed(side))
+        .float()
+        .to(torch.float8_e4m3fn)
+        for side in (m, n)
+    )
+    scale_a = torch.full((m, 1), 2.0, device="cuda")
+    scale_b = torch.full((-(-n // 128), 1), 126, dtype=UINT8, device="cuda").view(E8M0)  # halves
+    out = scaled_mm(a, weight.t(), scale_a, scale_b, kernel=name)
+    across = 2**31 // n
+    for row in (0, 1, across - 1, min(across, m - 1), m - 1):
+        assert_same(out[row], (a[row].float() @ weight.float().t()).to(BF16))
 
 
 @pytest.mark.gpu

@@ -317,13 +317,19 @@ def blockwise(kernel: Kernel) -> str:
     absents = [OPERANDS[operand].absent for operand in epilogue(gemm.epilogue, gemm.accumulator).operands]
     if EPILOGUES[gemm.epilogue](3.5, *absents) != 3.5:  # the kernel leaves it out where there are none
         raise ValueError(f"emit: {kernel.name}: without operands the epilogue {gemm.epilogue} must give the sum itself")
-    numbers = f"{tile.m}, {tile.n}, {tile.cluster[0]}, {tile.cluster[1]}"
-    forms = f"{_true(tile.columns)}, {_true(tile.gated)}"
+    numbers = {"M": tile.m, "RowsB": tile.n, "ClusterM": tile.cluster[0], "ClusterN": tile.cluster[1]}
+    forms = {"Columns": tile.columns, "Gated": tile.gated, "Splits": tile.splits, "Quantizes": tile.quantizes}
     return f"""\
 {_shapes(tile.n)}#include "gemm_blockwise.cuh"
 
 {formula(gemm.epilogue, gemm.accumulator)}
-CUTEGEMM_KERNEL_FILE("{kernel.name}", cutegemm::Blockwise<{numbers}, {forms}, Formula>)
+struct {kernel.name} {{
+  using Formula = ::Formula;
+  static constexpr int {", ".join(f"k{name} = {number}" for name, number in numbers.items())};
+  static constexpr bool {", ".join(f"k{name} = {_true(form)}" for name, form in forms.items())};
+}};
+
+CUTEGEMM_KERNEL_FILE("{kernel.name}", cutegemm::Blockwise<{kernel.name}>)
 """
 
 

@@ -28,4 +28,10 @@ struct Formula {
   }
 };
 
-CUTEGEMM_KERNEL_FILE("scaled_mm_e4m3_e4m3_block_128x128x128_2x1", cutegemm::Blockwise<128, 128, 2, 1, false, false, Formula>)
+struct scaled_mm_e4m3_e4m3_block_128x128x128_2x1 {
+  using Formula = ::Formula;
+  static constexpr int kM = 128, kRowsB = 128, kClusterM = 2, kClusterN = 1;
+  static constexpr bool kColumns = false, kGated = false, kSplits = false, kQuantizes = true;
+};
+
+CUTEGEMM_KERNEL_FILE("scaled_mm_e4m3_e4m3_block_128x128x128_2x1", cutegemm::Blockwise<scaled_mm_e4m3_e4m3_block_128x128x128_2x1>)
