@@ -319,7 +319,7 @@ def _scaled_mm_block() -> list[Gemm]:
     def gemm(operand: str, *tiles: Tiles) -> Gemm:
         return Gemm("scaled_mm", operand, operand, "", "residual", tiles, scales="block")
 
-    return [gemm("e4m3", *BLOCKWISE), gemm("e4m3", *DECODE, Decode(64), *DECODE_FOLDED), gemm("fp8", *ANY)]
+    return [gemm("e4m3", *BLOCKWISE), gemm("e4m3", *DECODE, *DECODE_FOLDED), gemm("fp8", *ANY)]
 
 
 GEMMS: tuple[Gemm, ...] = (*_scaled_mm(), *_scaled_mm_block(), *_scaled_mm_int8(), *_mm())
