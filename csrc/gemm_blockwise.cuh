@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(blockwise::Tile<Variant>::kThreads, 1)
       asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
     }
     for (int s = 0; s < kStages; ++s) {
-      full(s)->init(1 + 32);  // TMA's, and those of a warp that brings scales
+      full(s)->init(2);  // TMA's, and a warp's with scales
       empty(s)->init(T::kCluster * kGroups * 4);
     }
     auto& sums_ready = *reinterpret_cast<Full*>(&shared.sums_ready);
@@ -312,7 +312,8 @@ __global__ void __launch_bounds__(blockwise::Tile<Variant>::kThreads, 1)
               if (lane == in_ahead) shared.scale_b[stage][i] = ahead[i];
             }
           }
-          full(stage)->arrive();
+          __syncwarp();
+          if (lane == 0) full(stage)->arrive();
         }
       }
     }
