@@ -1,4 +1,4 @@
-// The GEMM of a few tokens: d = Formula(a @ b) for m <= 1, 2, 8, 16, 32 or 64, one skeleton for every weight format.
+// The GEMM of a few tokens: d = Formula(a @ b) for m <= 1, 2, 8, 16 or 32, one skeleton for every weight format.
 //
 // With so few rows of a the weight's bytes are all that counts, so everything here serves to keep them flowing:
 //  - The weight's rows run along the MMA's m side, the tokens along its n side, which may be 8 wide. wgmma reads both

@@ -182,8 +182,9 @@ def cost(problem: Problem, choice: Choice, m: int) -> float:
     """Modelled µs on an H200: launch, and the slowest of memory, L2 and the tensor cores.
 
     The constants are fits to what tools/tune.py measured. They are there to rank kernels: on the 300 problems in BF16
-    and FP8 of tuned/NVIDIA_H200.json the first of the ranking is 2 % slower than the fastest kernel in geometric mean,
-    on 363 with scales for blocks 0.8 %, and on 120 others, which no constant was fitted to, 1 %, 12 % at most.
+    and FP8 of tuned/NVIDIA_H200.json the first of the ranking is 1.5 % slower than the fastest kernel in geometric mean,
+    and on 600 with scales for blocks 0.7 %. On the last 120 of these it was 1.2 % slower, and 25 % at most, before they
+    were fitted to.
     """
     n, k, width = problem.n, problem.k, BYTES[problem.a]
     if choice.kernel == SEPARATE:
@@ -205,23 +206,22 @@ def cost(problem: Problem, choice: Choice, m: int) -> float:
         columns = tile.tokens * 64 // tile.rows  # of the MMA
         bytes_of_stage = 128 * max(2, 64 // tile.rows)
         stages = ceil(ceil(k * width / bytes_of_stage) / split)
-        streams = memory * (0.952 + 0.00515 * tile.tokens) * (1.19 if tile.rows == 8 else 0.981)
+        streams = memory * (0.914 + 0.00313 * tile.tokens) * (1.48 if tile.rows == 8 else 0.953)
         # The next launch fits beside this one, not at all, or in part: then both get in each other's way. On
         # multiprocessors that are all taken it fits where shared memory has room for two, see decode.cuh's launch().
         beside = clusters * split == MULTIPROCESSORS and tile.tokens <= 16 and columns <= 32
-        start = 2.08 if beside else 1.13 if 2 * clusters * split <= MULTIPROCESSORS else 1.68
+        start = 2.11 if beside else 1.38 if 2 * clusters * split <= MULTIPROCESSORS else 1.87
         if choice.options.no_chain:
-            start, streams = start + 1.01, streams * 1.08
+            start, streams = start + 1.24, streams * 1.08
         elif MULTIPROCESSORS // 2 < clusters * split <= 100:
-            streams *= 1.3
+            streams *= 1.08
         if choice.options.prefetch:
-            start += 0.341 - 0.032 * min(streams, 10.8)
+            start += 0.346 - 0.0265 * min(streams, 15.3)
         rounds = ceil(tiles / clusters)
-        exchange = rounds * (0.578 + 0.0247 * tile.tokens) if split > 1 else rounds * 0.116 if tile.folded else 0.0
-        of_mmas = 0.213 + 0.00044 * columns if tile.folded else 0.245 + 0.0029 * tile.tokens
+        exchange = rounds * (1.33 + 0.0349 * tile.tokens) if split > 1 else rounds * 0.133 if tile.folded else 0.0
+        of_mmas = 0.233 + 0.000331 * columns if tile.folded else 0.248 + 0.00188 * tile.tokens
         own = max(rows * bytes_of_stage / SM_STREAM, of_mmas)
-        scaling = 0.0242 * tile.tokens if problem.scales else 0.0  # each 128 k
-        return start + exchange + scaling + max(streams, rounds * stages * own)
+        return start + exchange + max(streams, rounds * stages * own)
 
     if isinstance(tile, Blockwise):
         rows, columns = _blocks(problem, tile, m)
@@ -229,18 +229,18 @@ def cost(problem: Problem, choice: Choice, m: int) -> float:
         # A stage takes what its operands need to come, its MMAs and sums, or at least the way of an MMA and a barrier,
         # and some more for each scale of b.
         elements = tile.m * tile.n / 128**2
-        of_mmas = elements * {64: 0.51, 128: 0.381, 256: 0.397}[tile.m]
-        stage = max(0.1, (tile.m + tile.n) * 128 / 9.82e4, of_mmas)
-        stage += 0.0042 * tile.n / gcd(tile.n, 128)
-        work = waves * (ceil(ceil(k / 128) / split) * stage + (0.735 if tile.m == 256 else 1.05) * elements)
+        of_mmas = elements * {64: 0.54, 128: 0.378, 256: 0.401}[tile.m]
+        stage = max(0.092, (tile.m + tile.n) * 128 / 9.72e4, of_mmas)
+        stage += 0.00446 * tile.n / gcd(tile.n, 128)
+        work = waves * (ceil(ceil(k / 128) / split) * stage + (0.649 if tile.m == 256 else 0.991) * elements)
         if rows * columns * prod(tile.cluster) * split <= 100:  # too few multiprocessors for all of HBM's bandwidth
-            memory *= 1.2
-        adding = 0.056 + 5.84 * elements if split > 1 else 0.0
-        meeting = 0.474 if prod(tile.cluster) > 1 else 0.0
+            memory *= 1.11
+        adding = 0.0447 + 6.39 * elements if split > 1 else 0.0
+        meeting = 0.521 if prod(tile.cluster) > 1 else 0.0
         # Bands of some 1520 rows find most of what they read in L2.
         band = max(1, choice.options.swizzle) * tile.m * tile.cluster[0]
-        apart = 1 + 0.0185 * abs(log2(band / 1520)) if waves > 1 else 1.0
-        return 1.29 + adding + meeting + (max(memory, work) + 0.122 * min(memory, work)) * apart
+        apart = 1 + 0.0225 * abs(log2(band / 1520)) if waves > 1 else 1.0
+        return 1.22 + adding + meeting + (max(memory, work) + 0.139 * min(memory, work)) * apart
 
     # In the MMA's terms: tiles along its sides, and what of its operands a cluster's CTAs read from L2 for each other.
     along_m, along_n = _grid(problem, tile, m)[:: -1 if tile.swap else 1]
