@@ -30,12 +30,24 @@ from .norm import (
     rms_norm,
     rms_norm_quant,
 )
+from .packing import (
+    W4Weight,
+    dequantize_w4,
+    from_awq,
+    from_compressed_tensors,
+    from_gguf,
+    from_gptq,
+    pack_w4,
+    quantize_w4,
+    unpack_w4,
+)
 from .plan import explain
 from .quantize import dequantize_fp8, dequantize_int8, quantize_fp8, quantize_int8, quantize_int8_asymmetric
 from .rope import build_cos_sin_cache, qk_norm_rope_, rotary_embedding_
 
 __version__ = "0.1.0"
 __all__ = [
+    "W4Weight",
     "activation",
     "activation_quant",
     "build_cos_sin_cache",
@@ -43,7 +55,12 @@ __all__ = [
     "concat_and_cache_mla_",
     "dequantize_fp8",
     "dequantize_int8",
+    "dequantize_w4",
     "explain",
+    "from_awq",
+    "from_compressed_tensors",
+    "from_gguf",
+    "from_gptq",
     "fused_add_rms_norm",
     "fused_add_rms_norm_",
     "fused_add_rms_norm_quant",
@@ -56,11 +73,13 @@ __all__ = [
     "gelu_tanh_and_mul",
     "mm",
     "mul_and_silu",
+    "pack_w4",
     "qk_norm_rope_",
     "qk_norm_rope_and_cache_",
     "quantize_fp8",
     "quantize_int8",
     "quantize_int8_asymmetric",
+    "quantize_w4",
     "relu2",
     "reshape_and_cache_",
     "rms_norm",
@@ -72,4 +91,5 @@ __all__ = [
     "silu_and_mul",
     "slots_of",
     "swigluoai_and_mul",
+    "unpack_w4",
 ]
