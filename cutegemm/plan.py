@@ -182,8 +182,8 @@ def cost(problem: Problem, choice: Choice, m: int) -> float:
     """Modelled µs on an H200: launch, and the slowest of memory, L2 and the tensor cores.
 
     The constants are fits to what tools/tune.py measured. They are there to rank kernels: on the 300 problems in BF16
-    and FP8 of tuned/NVIDIA_H200.json the first of the ranking is 1.5 % slower than the fastest kernel in geometric mean,
-    and on 600 with scales for blocks 0.7 %. On the last 120 of these it was 1.2 % slower, and 25 % at most, before they
+    and FP8 of tuned/NVIDIA_H200.json the first of the ranking is 1.5 % slower than the fastest kernel in geometric
+    mean, on 600 with scales for blocks 0.7 %. On the last 120 of these it was 1.2 % slower, 25 % at most, before they
     were fitted to.
     """
     n, k, width = problem.n, problem.k, BYTES[problem.a]
