@@ -13,9 +13,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
+def any_of(dtypes: tuple[torch.dtype, ...]) -> str:
+    names = [str(dtype) for dtype in dtypes]
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def check_dtype(op: str, name: str, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]) -> None:
+    if dtype not in dtypes:
+        raise TypeError(f"{op}: {name} is {dtype}; it must be {any_of(dtypes)}")
+
+
 def check_floats(op: str, name: str, x: Tensor) -> None:
-    if x.dtype not in FLOATS:
-        raise TypeError(f"{op}: {name} is {x.dtype}; it must be torch.bfloat16, torch.float16 or torch.float32")
+    check_dtype(op, name, x.dtype, FLOATS)
     if x.dim() == 0:
         raise ValueError(f"{op}: {name} has no dimension; it must have at least one")
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .activation import FUNCTIONS
-from .checks import is_itself, lies_in_memory_of
+from .checks import any_of, is_itself, lies_in_memory_of
 from .epilogues import asymmetric, linear, scaled
 from .quantize import BLOCK, columns_of_scales, quantize_rows
 from .registry import Input, nbytes, op
@@ -26,11 +26,6 @@ E8M0 = (torch.float8_e8m0fnu, torch.uint8)  # which is taken for the bytes of th
 SCALES = (torch.float32, *E8M0)
 OUTPUT = (torch.bfloat16, torch.float16, torch.float32)
 _ONE_ELEMENT: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1))
-
-
-def _names(dtypes: tuple[torch.dtype, ...]) -> str:
-    names = [str(dtype) for dtype in dtypes]
-    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _shape(x: Any) -> str:
@@ -53,10 +48,10 @@ def _check_product(op: str, a: Any, b: Any, bias: Any, out_dtype: torch.dtype) -
         if x is not None and x.device != a.device:
             raise ValueError(f"{op}: {name} is on {x.device}; it must be on the device of a, {a.device}")
     if out_dtype not in OUTPUT:
-        raise TypeError(f"{op}: out_dtype is {out_dtype}; it must be {_names(OUTPUT)}")
+        raise TypeError(f"{op}: out_dtype is {out_dtype}; it must be {any_of(OUTPUT)}")
     if bias is not None:
         if bias.dtype not in OUTPUT:
-            raise TypeError(f"{op}: bias is {bias.dtype}; it must be {_names(OUTPUT)}")
+            raise TypeError(f"{op}: bias is {bias.dtype}; it must be {any_of(OUTPUT)}")
         if tuple(bias.shape) != (n,):
             raise ValueError(f"{op}: bias is {_shape(bias)}; it must be [{n}], one element for each column of b")
 
@@ -117,7 +112,7 @@ def check_mm(
     """Raises what is wrong with a call of mm; returns the dtype of its result."""
     for name, x in (("a", a), ("b", b)):
         if x.dtype not in HALF:
-            raise TypeError(f"mm: {name} is {x.dtype}; it must be {_names(HALF)}")
+            raise TypeError(f"mm: {name} is {x.dtype}; it must be {any_of(HALF)}")
     if a.dtype != b.dtype:
         raise TypeError(f"mm: a is {a.dtype} and b is {b.dtype}; they must have one dtype")
     dtype = out_dtype or (out.dtype if out is not None else a.dtype)
@@ -156,7 +151,7 @@ def _check_vector(
 ) -> None:
     """shape: the shapes in words."""
     if x.dtype not in dtypes:
-        raise TypeError(f"{op}: {name} is {x.dtype}; it must be {_names(dtypes)}")
+        raise TypeError(f"{op}: {name} is {x.dtype}; it must be {any_of(dtypes)}")
     if x.device != device:
         raise ValueError(f"{op}: {name} is on {x.device}; it must be on the device of a, {device}")
     if tuple(x.shape) not in shapes:
@@ -202,7 +197,7 @@ def _check_scaled(
     """Raises what is wrong with the product of scaled operands of these types; returns what has a scale of its own."""
     for name, x in (("a", a), ("b", b)):
         if x.dtype not in types:
-            raise TypeError(f"{op}: {name} is {x.dtype}; it must be {_names(types)}")
+            raise TypeError(f"{op}: {name} is {x.dtype}; it must be {any_of(types)}")
     int8 = a.dtype == torch.int8
     if int8 != (b.dtype == torch.int8):
         raise TypeError(f"{op}: a is {a.dtype} and b is {b.dtype}; both must be torch.int8, or neither")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .checks import FLOATS, check_device
+from .checks import FLOATS, check_device, check_dtype
 
 Dtypes = tuple[torch.dtype, ...]
 GROUP_SIZES = (32, 64, 128, 256)
@@ -139,19 +139,13 @@ def _columns(w: W4Weight) -> Tensor:
 # Checks
 
 
-def _check_dtype(op: str, name: str, dtype: torch.dtype, dtypes: Dtypes) -> None:
-    if dtype not in dtypes:
-        *others, last = (str(one) for one in dtypes)
-        raise TypeError(f"{op}: {name} is {dtype}; it must be {', '.join(others)}{' or ' if others else ''}{last}")
-
-
 def _check(
     op: str, name: str, x: Tensor | None, dtypes: Dtypes, shape: tuple[int, ...] | None = None, why: str = ""
 ) -> None:
     """shape: by default that of any matrix. why: what it follows from."""
     if x is None:
         raise ValueError(f"{op}: {name} is None; it must be given")
-    _check_dtype(op, name, x.dtype, dtypes)
+    check_dtype(op, name, x.dtype, dtypes)
     if shape is None and x.dim() != 2:
         raise ValueError(f"{op}: {name} is {list(x.shape)}; it must have two dimensions")
     if shape is not None and tuple(x.shape) != shape:
@@ -318,7 +312,7 @@ def unpack_w4(w: W4Weight) -> tuple[Tensor, Tensor, Tensor | None]:
 
 def dequantize_w4(w: W4Weight, dtype: torch.dtype = torch.float32) -> Tensor:
     """The values (n, k), computed in float32, or in float64 if dtype is that, and then rounded to dtype."""
-    _check_dtype("dequantize_w4", "dtype", dtype, (*FLOATS, torch.float64))
+    check_dtype("dequantize_w4", "dtype", dtype, (*FLOATS, torch.float64))
     wide = torch.promote_types(dtype, torch.float32)
     q, scales, zeros = unpack_w4(w)
     if zeros is None:
@@ -351,7 +345,7 @@ def quantize_w4(
     """
     op = "quantize_w4"
     _check(op, "weight", weight, FLOATS)
-    _check_dtype(op, "dtype", dtype := dtype or weight.dtype, FLOATS)
+    check_dtype(op, "dtype", dtype := dtype or weight.dtype, FLOATS)
     n, k = weight.shape
     group_size, groups, _ = _grouping(op, group_size, k)
     q = torch.empty(n, k, dtype=torch.uint8, device=weight.device)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import gemm
-from .variants import KERNELS, SEPARATE, AnyShape, Blockwise, Choice, Decode, Kernel, Options, Tile, Tiles
+from .variants import DECLARED, KERNELS, SEPARATE, AnyShape, Blockwise, Choice, Decode, Kernel, Options, Tile, Tiles
 
 # Where the plan of a shape that was not measured may change kernels.
 # fmt: off
@@ -136,7 +136,7 @@ def _options(problem: Problem, tile: Tiles, m: int) -> list[Options]:
     if isinstance(tile, Decode):
         options = []
         for split, clusters in CLUSTERS.items():
-            if split == 1 or (k_bytes >= split * 512 and not tile.folded):
+            if split == 1 or (k_bytes >= split * 512 and tile.splits):
                 for rows in (0,) if tile.folded else sorted({64, _even_rows(problem.n, clusters)}):
                     options += [Options(split, rows=rows), Options(split, rows=rows, prefetch=64)]
                     options.append(Options(split, rows=rows, no_chain=1))
@@ -275,7 +275,7 @@ def _table(device: str) -> dict[tuple[Any, ...], dict[int, list[Choice]]]:
         table.setdefault(tuned_by(row), {})[row["m"]] = [
             Choice(best["kernel"], Options(**{name: best[name] for name in names if name in best}))
             for best in row["best"]
-            if best["kernel"] in (*KERNELS, SEPARATE)
+            if best["kernel"] in DECLARED
         ]
     return table
 

@@ -33,6 +33,11 @@ class Tile:
     swap: bool = False
     split: bool = False
 
+    @property
+    def splits(self) -> bool:
+        """Whether parts of k may be computed side by side, see Options.split."""
+        return self.split
+
     def __str__(self) -> str:
         name = f"{self.m}x{self.n}x{self.k}_{self.cluster[0]}x{self.cluster[1]}_{self.schedule}"
         return name + "_swap" * self.swap + "_split" * self.split
@@ -52,6 +57,10 @@ class Decode:
     @property
     def folded(self) -> bool:
         return self.rows < 64
+
+    @property
+    def splits(self) -> bool:
+        return not self.folded
 
     def __str__(self) -> str:
         return f"decode{self.tokens}" + f"x{self.rows}" * (self.rows != 64)
@@ -74,7 +83,7 @@ class Blockwise:
 
     @property
     def splits(self) -> bool:
-        """Whether CTAs may have parts of k of a tile, see Options.split: the largest have no registers left for it."""
+        """The largest have no registers left for it."""
         return self.cluster == (1, 1) and not self.gated and self.m * self.n <= 128 * 144
 
     @property
@@ -95,6 +104,10 @@ class Blockwise:
 @dataclass(frozen=True)
 class AnyShape:
     """csrc/gemm_any.cuh: every size, stride and alignment, at mma.sync's speed."""
+
+    @property
+    def splits(self) -> bool:
+        return False
 
     def __str__(self) -> str:
         return "any"
@@ -367,6 +380,7 @@ class Options:
 # In a kernel's place, of an op with a fused form: the sums are a launch of their own, in float32, and another follows.
 # csrc/dispatch.cpp knows it by this text.
 SEPARATE = "separate"
+DECLARED = frozenset({*KERNELS, SEPARATE})  # what a plan may name
 
 
 class Choice(NamedTuple):

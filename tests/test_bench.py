@@ -517,7 +517,7 @@ def tuning(on_cpu, monkeypatch):
     made = bench.Shape
     monkeypatch.setattr(bench, "Shape", shape_on_cpu)
     monkeypatch.setattr(tune, "forced", forced)
-    monkeypatch.setattr(tune, "KERNELS", tune.KERNELS | {choice.kernel: None for choice in CHOICES})
+    monkeypatch.setattr(tune, "DECLARED", tune.DECLARED | {choice.kernel for choice in CHOICES})
     monkeypatch.setattr(tune, "glance", lambda calls: us(calls[0].__closure__[0].cell_contents.title))
     monkeypatch.setattr(testing, "time_interleaved", time_interleaved)
     return on_cpu
@@ -587,7 +587,7 @@ def test_tune_writes_a_table(tuning, monkeypatch, tmp_path, with_gpu, capsys):
     assert json.loads(table.read_text())["rows"] == found["rows"]
     assert "WRONG no kernel for gemm_bf16 m=5 n=48 k=64" in capsys.readouterr().out
     # A kernel that is no longer declared leaves the table, whichever problem is measured.
-    monkeypatch.delitem(tune.KERNELS, "k8")
+    monkeypatch.setattr(tune, "DECLARED", tune.DECLARED - {"k8"})
     assert tune.main(["gemm_bf16", "--nk", "48x64", "--m", "5"]) == 1
     assert [entry["kernel"] for entry in json.loads(table.read_text())["rows"][-1]["best"]] == ["k3", "k9"]
 

@@ -26,7 +26,7 @@ from torch import Tensor
 import cutegemm
 from cutegemm import plan, testing
 from cutegemm.tools import bench
-from cutegemm.variants import KERNELS, SEPARATE
+from cutegemm.variants import DECLARED
 
 Row = dict[str, Any]
 
@@ -92,8 +92,7 @@ def survey(shape: bench.Shape, m: int, choices: Iterable[plan.Choice], faults: C
 
 def declared(rows: Iterable[Row]) -> list[Row]:
     """Rows without the kernels that are no longer declared."""
-    names = {*KERNELS, SEPARATE}
-    kept = [{**row, "best": [best for best in row["best"] if best["kernel"] in names]} for row in rows]
+    kept = [{**row, "best": [best for best in row["best"] if best["kernel"] in DECLARED]} for row in rows]
     return [row for row in kept if row["best"]]
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from cutegemm import mm, quantize_fp8, scaled_mm
 from cutegemm.plan import Problem
 from cutegemm.testing import assert_same, first_mismatches, gemm_reference, guarded, make_operand, padded
-from cutegemm.variants import FAMILIES, KERNELS, AnyShape, Decode, Tile
+from cutegemm.variants import FAMILIES, KERNELS, Decode, Kernel, Tile
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 
@@ -37,11 +37,16 @@ def powers_of_two(count: int, device: str) -> Tensor:
 
 
 def product(a: Tensor, weight: Tensor, **rest: Any) -> Tensor:
-    """mm, or scaled_mm with the scales of one that the test does not give."""
+    """mm, or scaled_mm with the scales of one that the test does not give, for blocks where the kernel has them."""
     if a.dtype != E4M3:
         return mm(a, weight.t(), **rest)
-    one = torch.ones((), device=a.device)
-    return scaled_mm(a, weight.t(), **{"scale_a": one, "scale_b": one, **rest})
+    (m, k), n, name = a.shape, len(weight), rest.get("kernel", "").partition(":")[0]
+    shapes: tuple[tuple[int, ...], ...] = ((), ())
+    if name and KERNELS[name].gemm.scales:
+        columns = getattr(KERNELS[name].tile, "columns", False)
+        shapes = (m, -(-k // 128)), (n if columns else -(-n // 128), -(-k // 128))
+    one_a, one_b = (torch.ones(shape, device=a.device).to(torch.float8_e8m0fnu if shape else FP32) for shape in shapes)
+    return scaled_mm(a, weight.t(), **{"scale_a": one_a, "scale_b": one_b, **rest})
 
 
 def exact(a: Tensor, weight: Tensor, dtype: torch.dtype = BF16) -> Tensor:
@@ -87,19 +92,27 @@ def test_case_001_offsets_beyond_32_bits(which: str, dtype: torch.dtype, pitch: 
         assert_same(product(a, far.as_strided(weight.shape, (pitch, 1)).copy_(weight)), want)
 
 
-def widest_decode(dtype: str) -> str:
+def widest_decode(dtype: str, scales: str = "") -> str:
     tokens = {
         name: kernel.tile.tokens
         for name, kernel in KERNELS.items()
-        if isinstance(kernel.tile, Decode) and kernel.gemm.a == kernel.gemm.b == dtype and not kernel.gemm.scales
+        if isinstance(kernel.tile, Decode)
+        and (kernel.gemm.a, kernel.gemm.b, kernel.gemm.scales) == (dtype, dtype, scales)
     }
     return max(tokens, key=tokens.__getitem__)
+
+
+def is_plain(kernel: Kernel) -> bool:
+    """Of BF16 or e4m3, and without an output of another form."""
+    gemm = kernel.gemm
+    return gemm.a == gemm.b and gemm.a in ("bf16", "e4m3") and not getattr(kernel.tile, "gated", False)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "name",
-    [widest_decode("bf16"), widest_decode("e4m3"), FAMILIES["any"], FAMILIES["universal"], FAMILIES["universal_swap"]],
+    [widest_decode("bf16"), widest_decode("e4m3"), widest_decode("e4m3", "block"), FAMILIES["blockwise"]]
+    + [FAMILIES[family] for family in ("any", "universal", "universal_swap")],
 )
 def test_case_001_more_than_2_to_the_31_results(name: str) -> None:
     tile = KERNELS[name].tile
@@ -245,13 +258,8 @@ def cut_kernels() -> list[tuple[str, int]]:
     """Every kernel that can cut k, with the parts, and one of each other kind."""
     cases = []
     for name, kernel in KERNELS.items():
-        if (kernel.gemm.a, kernel.gemm.b) not in (("bf16", "bf16"), ("e4m3", "e4m3")) or kernel.gemm.layout != "tn":
-            continue
-        if kernel.gemm.d not in ("", "bf16") or kernel.gemm.scales:
-            continue
-        tile = kernel.tile
-        cuts = (isinstance(tile, Decode) and not tile.folded) or (isinstance(tile, Tile) and tile.split)
-        cases += [(name, split) for split in ((1, 2, 4, 8) if cuts else (0,))]
+        if is_plain(kernel) and kernel.gemm.layout == "tn" and kernel.gemm.d in ("", "bf16"):
+            cases += [(name, split) for split in ((1, 2, 4, 8) if kernel.tile.splits else (0,))]
     return cases
 
 
@@ -289,16 +297,12 @@ def test_case_009_bias_with_parts_of_k(name: str, split: int) -> None:
     [
         name
         for name, kernel in KERNELS.items()
-        if kernel.gemm.a in ("bf16", "e4m3")
-        and kernel.gemm.b == kernel.gemm.a
-        and not kernel.gemm.scales
-        and (isinstance(kernel.tile, (Decode, AnyShape)) or (isinstance(kernel.tile, Tile) and kernel.tile.split))
+        if is_plain(kernel) and (kernel.tile.splits or not isinstance(kernel.tile, Tile))
     ],
 )
 def test_case_057_two_streams_at_once(name: str) -> None:
     kernel = KERNELS[name]
-    whole = isinstance(kernel.tile, AnyShape) or (isinstance(kernel.tile, Decode) and kernel.tile.folded)
-    choice = name if whole else f"{name}:split=4"
+    choice = f"{name}:split=4" if kernel.tile.splits else name
     dtype = E4M3 if kernel.gemm.a == "e4m3" else BF16
     most = kernel.tile.tokens if isinstance(kernel.tile, Decode) else 8
     inputs = [operands(m, 264, 1024, dtype, "cuda") for m in (min(most, 7), min(most, 8))]
