@@ -4,7 +4,7 @@
 #pragma once
 #include <stdint.h>
 
-#define CUTEGEMM_ABI 3
+#define CUTEGEMM_ABI 4
 
 #ifdef __cplusplus
 extern "C" {
@@ -20,6 +20,7 @@ enum cutegemm_dtype {
   CUTEGEMM_INT8 = 6,
   CUTEGEMM_INT32 = 7,
   CUTEGEMM_E8M0 = 8,  // 2**(byte - 127); 255 is NaN
+  CUTEGEMM_INT4 = 9,  // codes of a weight, in the layout of packing.py's W4Weight
 };
 
 // An operand that varies along one side of d: a scale for each row, a bias for each column. Of the integer ones the
@@ -38,6 +39,15 @@ typedef struct cutegemm_matrix {
   int32_t dtype;     // FP32, BF16 or FP16
   int64_t stride[2];
 } cutegemm_matrix;
+
+// What the codes q of an INT4 weight stand for: (q - zero) * scale, or q * scale + zero, by groups of a row's columns.
+typedef struct cutegemm_groups {
+  const void* scales;  // (ceil(n / 64) * 4, groups, 16), as W4Weight has them
+  const void* zeros;   // the same; null: every zero is 8
+  int32_t dtype;       // of both: FP32, BF16 or FP16
+  int32_t size;        // columns of a group; the last one may be shorter
+  int32_t minimum;     // 1: zeros are minima, which are added
+} cutegemm_groups;
 
 // What becomes of d before it is stored, besides the epilogue. n is of b, also where d has half as many columns.
 typedef struct cutegemm_output {
@@ -61,11 +71,12 @@ typedef struct cutegemm_call {
   int32_t m, n, k;
   int32_t a_dtype, b_dtype, d_dtype;
   const void* a;                                  // (m, k)
-  const void* b;                                  // (k, n)
+  const void* b;                                  // (k, n); of INT4 W4Weight's packed
   void* d;                                        // (m, n), or what output says
   int64_t a_stride[2], b_stride[2], d_stride[2];  // in elements, for the two dimensions as written above
   cutegemm_vector scale_a, scale_b, bias;         // along m, n, n
   cutegemm_vector zero_point_a, sum_b;            // along m, n; for an INT8 product, and integers
+  cutegemm_groups groups;                         // of an INT4 b, which has no strides
   cutegemm_matrix residual;
   cutegemm_output output;
   cutegemm_options options;

@@ -48,9 +48,11 @@ inline const char* error_text(int32_t code) {
   }
 }
 
-// Launches on call.stream, in clusters along x. Unless call.options.no_chain, the kernel may start while the one before
-// it on the stream still runs, and must call wait_for_previous_kernel() before it touches anything that one may read or
-// write. Returns 0 or the cudaError_t, which it also clears, so that nobody else mistakes it for theirs.
+// Launches on call.stream, in clusters along x; with a cluster of 0 in the way that devices before 9.0 know, without
+// clusters or programmatic dependent launch. Otherwise, and unless call.options.no_chain, the kernel may start while
+// the one before it on the stream still runs, and must call wait_for_previous_kernel() before it touches anything that
+// one may read or write. Returns 0 or the cudaError_t, which it also clears, so that nobody else mistakes it for
+// theirs.
 template <class... Parameters, class... Arguments>
 int32_t launch_cluster(const cutegemm_call& call, void (*kernel)(Parameters...), dim3 grid, int cluster, dim3 block,
                        size_t shared_bytes, const Arguments&... arguments) {
@@ -66,7 +68,7 @@ int32_t launch_cluster(const cutegemm_call& call, void (*kernel)(Parameters...),
   config.dynamicSmemBytes = shared_bytes;
   config.stream = static_cast<cudaStream_t>(call.stream);
   config.attrs = attributes;
-  config.numAttrs = call.options.no_chain ? 1 : 2;
+  config.numAttrs = cluster == 0 ? 0 : call.options.no_chain ? 1 : 2;
   const cudaError_t status = cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
   if (status != cudaSuccess) cudaGetLastError();
   return status;
