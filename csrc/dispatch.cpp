@@ -31,10 +31,12 @@ struct cutegemm_tensor {
 
 struct cutegemm_request {
   const char* op;
-  int32_t scaled, out_dtype, fast_accum;  // out_dtype: torch's ScalarType, or -1 where the caller gave none
+  int32_t product, out_dtype, fast_accum;  // out_dtype: torch's ScalarType, or -1 where the caller gave none
   int32_t gated, quantized;
   int32_t aligned_operands, aligned_out, device;
-  cutegemm_tensor a, b, scale_a, scale_b, bias, zero_point_a, sum_b, residual, out;
+  int32_t minimum;           // this and
+  int64_t n, k, group_size;  // these are of w4a16_mm, and else 0
+  cutegemm_tensor a, b, scale_a, scale_b, bias, zero_point_a, sum_b, residual, zeros, permutation, out;
   const char* kernel;  // null: the plan chooses
 };
 
@@ -70,9 +72,9 @@ struct PlanRow {
 // What a plan depends on, besides m. A plan is never changed, only added, so rows may be used without the lock.
 struct Key {
   int32_t n, k;
-  uint8_t scaled, scales, gated, a, b, d, layout, fast_accum, aligned, device;
+  uint8_t product, scales, gated, a, b, d, layout, fast_accum, aligned, device;
   bool operator==(const Key& o) const {
-    return n == o.n && k == o.k && scaled == o.scaled && scales == o.scales && gated == o.gated && a == o.a &&
+    return n == o.n && k == o.k && product == o.product && scales == o.scales && gated == o.gated && a == o.a &&
            b == o.b && d == o.d && layout == o.layout && fast_accum == o.fast_accum && aligned == o.aligned &&
            device == o.device;
   }
@@ -80,7 +82,7 @@ struct Key {
 struct KeyHash {
   size_t operator()(const Key& key) const {
     uint64_t h = (uint64_t(uint32_t(key.n)) << 32 | uint32_t(key.k)) * 0x9E3779B97F4A7C15ull;
-    for (uint8_t part : {key.scaled, key.scales, key.gated, key.a, key.b, key.d, key.layout, key.fast_accum,
+    for (uint8_t part : {key.product, key.scales, key.gated, key.a, key.b, key.d, key.layout, key.fast_accum,
                          key.aligned, key.device}) {
       h = (h ^ part) * 0x100000001B3ull;
     }
@@ -107,10 +109,20 @@ int multiprocessors(int device) {
 
 // --- one call ---
 
+// The ops whose kernels there are, in the order of plan.py's PRODUCTS.
+enum Product : uint8_t { kMm, kScaledMm, kW4a16Mm, kW8a16Mm };
+
+// What a W4Weight has besides packed and scales, which are the Problem's b and scale_b.
+struct Packed {
+  const Tensor *zeros, *permutation;
+  int64_t n, k, group_size;
+  bool minimum;
+};
+
 struct Problem {
   const char* op;
-  bool scaled;
-  const Tensor &a, &b;
+  Product product;
+  const Tensor &a, &b;  // of ops named for a weight x and the weight, (n, k) or packed
   const Tensor *scale_a = nullptr, *scale_b = nullptr, *bias = nullptr;
   const Tensor *zero_point_a = nullptr, *sum_b = nullptr, *residual = nullptr, *out = nullptr;
   OptionalDtype out_dtype;
@@ -118,6 +130,12 @@ struct Problem {
   bool gated = false, quantized = false, power_of_two = false;  // quantized: out is codes, and `scale` their scales
   const Tensor* scale = nullptr;
   const std::string* kernel = nullptr;
+  Packed packed = {};
+
+  // What is read, but for a and the residual; null where it is absent.
+  std::array<const Tensor*, 8> operands() const {
+    return {&b, scale_a, scale_b, bias, zero_point_a, sum_b, packed.zeros, packed.permutation};
+  }
 };
 
 cutegemm_tensor described(const Tensor* x) {
@@ -175,8 +193,8 @@ bool is_output_type(ScalarType t) {
 }
 
 // What scales are for, as Key::scales and gemm.py's scales_of have it: all of k, or blocks of 128 k, and of b the
-// blocks of 128 columns, or columns.
-enum Scales : uint8_t { kOfAllK, kOfBlocks, kOfGroups };
+// blocks of 128 columns, or columns. Then, of an INT4 weight, what its group_of has: so many k.
+enum Scales : uint8_t { kOfAllK, kOfBlocks, kOfGroups, kOf32, kOf64, kOf128, kOf32Minimum };
 
 bool is_exponent(ScalarType t) { return t == ScalarType::Float8_e8m0fnu || t == ScalarType::Byte; }
 
@@ -205,44 +223,102 @@ bool read_scales(const Tensor& x, int64_t rows, int64_t blocks, int32_t group, c
 // Where an INT8 product's sums, and with a zero point their difference from it, fit int32: see gemm.py.
 constexpr int64_t kMostInt8 = (1 << 17) - 1, kMostInt8FromZeroPoint = 1 << 16;
 
+// The sizes of a product, as they are read from operands of the right number of dimensions.
+bool read_sizes(const Problem& p, cutegemm_call& call) {
+  bool const packed = p.product == kW4a16Mm, transposed = p.product == kW8a16Mm;
+  if (p.a.dim() != 2 || (!packed && p.b.dim() != 2)) return false;
+  int64_t const m = p.a.size(0), k = p.a.size(1), n = packed ? p.packed.n : p.b.size(transposed ? 0 : 1);
+  if ((packed ? p.packed.k : p.b.size(transposed ? 1 : 0)) != k) return false;
+  if (n < 0 || m >= INT32_MAX || n >= INT32_MAX || k >= INT32_MAX) return false;
+  call.m = int32_t(m), call.n = int32_t(n), call.k = int32_t(k);
+  return true;
+}
+
+// The operands of scaled_mm and their scales.
+bool read_scaled(const Problem& p, cutegemm_call& call, Scales& scales) {
+  int64_t const m = call.m, n = call.n, k = call.k;
+  bool const int8 = call.a_dtype == CUTEGEMM_INT8;
+  bool const a_fp8 = call.a_dtype == CUTEGEMM_E4M3 || call.a_dtype == CUTEGEMM_E5M2;
+  bool const b_fp8 = call.b_dtype == CUTEGEMM_E4M3 || call.b_dtype == CUTEGEMM_E5M2;
+  if (int8 ? call.b_dtype != CUTEGEMM_INT8 || p.gated || p.quantized ||
+                 k > (p.zero_point_a ? kMostInt8FromZeroPoint : kMostInt8)
+           : !a_fp8 || !b_fp8 || (call.a_dtype == CUTEGEMM_E5M2 && call.b_dtype == CUTEGEMM_E5M2)) {
+    return false;
+  }
+  if (p.zero_point_a || p.sum_b) {
+    if (!int8 || !p.zero_point_a || !p.sum_b) return false;
+    if (!read_vector(*p.zero_point_a, ScalarType::Int, m, false, call.zero_point_a)) return false;
+    if (p.sum_b->dim() != 1 || p.sum_b->size(0) != n || scalar_type(*p.sum_b) != ScalarType::Int) return false;
+    call.sum_b = {p.sum_b->data_ptr(), CUTEGEMM_INT32, 0, p.sum_b->stride(0)};
+  }
+  scales = int8 ? kOfAllK : scales_of(*p.scale_a, *p.scale_b, m, n, k, p.residual != nullptr);
+  if (scales == kOfAllK) {
+    return read_vector(*p.scale_a, ScalarType::Float, m, false, call.scale_a) &&
+           read_vector(*p.scale_b, ScalarType::Float, n, true, call.scale_b);
+  }
+  int64_t const blocks = (k + 127) / 128, rows_b = scales == kOfBlocks ? (n + 127) / 128 : n;
+  return read_scales(*p.scale_a, m, blocks, 1, call.scale_a) &&
+         read_scales(*p.scale_b, rows_b, blocks, scales == kOfBlocks ? 128 : 1, call.scale_b);
+}
+
+bool is_contiguous(const Tensor& x, ScalarType type, std::initializer_list<int64_t> sizes) {
+  return scalar_type(x) == type && x.sizes().equals(Sizes(sizes)) && x.is_contiguous();
+}
+
+// The parts of a W4Weight, as packing.py's check_packed has them.
+bool read_packed(const Problem& p, cutegemm_call& call, Scales& scales) {
+  auto const& w = p.packed;
+  int64_t const n = call.n, k = call.k, all = std::max<int64_t>(k, 1);
+  int64_t const size = w.group_size == -1 ? all : w.group_size;
+  if (size != 32 && size != 64 && size != 128 && size != 256 && size != all) return false;
+  int64_t const tiles = (n + 63) / 64 * 4, groups = (k + size - 1) / size;
+  ScalarType const type = scalar_type(*p.scale_b);
+  if (!is_contiguous(p.b, ScalarType::Int, {tiles, (k + 63) / 64, 32, 4}) || !is_output_type(type) ||
+      !is_contiguous(*p.scale_b, type, {tiles, groups, 16}) || (w.minimum && !w.zeros) ||
+      (w.zeros && !is_contiguous(*w.zeros, type, {tiles, groups, 16})) ||
+      (w.permutation && !is_contiguous(*w.permutation, ScalarType::Int, {k}))) {
+    return false;
+  }
+  call.b_dtype = CUTEGEMM_INT4;
+  call.groups = {p.scale_b->data_ptr(), w.zeros ? w.zeros->data_ptr() : nullptr, kernel_dtype(type), int32_t(size),
+                 w.minimum};
+  auto const wide = [&](int64_t step) { return size >= k || size % step == 0; };
+  scales = w.minimum ? kOf32Minimum : wide(128) ? kOf128 : wide(64) ? kOf64 : kOf32;
+  return true;
+}
+
+// The weight of w8a16_mm and its scale.
+bool read_weight(const Problem& p, cutegemm_call& call, Scales& scales) {
+  int64_t const n = call.n, k = call.k;
+  if (call.b_dtype != CUTEGEMM_E4M3 && call.b_dtype != CUTEGEMM_INT8) return false;
+  if (k > 1 && p.b.stride(1) != 1) return false;
+  call.b_stride[0] = 1, call.b_stride[1] = leading(p.b.stride(0), n, k);
+  if (read_vector(*p.scale_b, ScalarType::Float, n, false, call.scale_b)) return true;
+  scales = kOfBlocks;
+  return scalar_type(*p.scale_b) == ScalarType::Float &&
+         read_scales(*p.scale_b, (n + 127) / 128, (k + 127) / 128, 128, call.scale_b);
+}
+
 // Fills what does not depend on the output's memory. False: the call is not in order, and gemm.py can say why.
 bool prepare(const Problem& p, cutegemm_call& call, Key& key, ScalarType& d) {
-  if (p.a.dim() != 2 || p.b.dim() != 2) return false;
-  int64_t const m = p.a.size(0), k = p.a.size(1), n = p.b.size(1);
-  if (p.b.size(0) != k || m >= INT32_MAX || n >= INT32_MAX || k >= INT32_MAX) return false;
-  call.m = int32_t(m), call.n = int32_t(n), call.k = int32_t(k);
-  for (const Tensor* x : {&p.b, p.scale_a, p.scale_b, p.bias, p.zero_point_a, p.sum_b, p.residual, p.out}) {
-    if (x && (!x->is_cuda() || x->get_device_index() != p.a.get_device_index())) return false;
+  if (!read_sizes(p, call)) return false;
+  int64_t const m = call.m, n = call.n, k = call.k;
+  auto const operands = p.operands();
+  auto const elsewhere = [&](const Tensor* x) {
+    return x && (!x->is_cuda() || x->get_device_index() != p.a.get_device_index());
+  };
+  if (elsewhere(p.residual) || elsewhere(p.out) || std::any_of(operands.begin(), operands.end(), elsewhere)) {
+    return false;
   }
   ScalarType const a_type = scalar_type(p.a), b_type = scalar_type(p.b);
   call.a_dtype = kernel_dtype(a_type), call.b_dtype = kernel_dtype(b_type);
-  bool const int8 = call.a_dtype == CUTEGEMM_INT8;
+  bool const scaled = p.product == kScaledMm, of_weight = p.product == kW4a16Mm || p.product == kW8a16Mm;
   Scales scales = kOfAllK;
-  if (p.scaled) {
-    bool const a_fp8 = call.a_dtype == CUTEGEMM_E4M3 || call.a_dtype == CUTEGEMM_E5M2;
-    bool const b_fp8 = call.b_dtype == CUTEGEMM_E4M3 || call.b_dtype == CUTEGEMM_E5M2;
-    if (int8 ? b_type != a_type || p.gated || p.quantized || k > (p.zero_point_a ? kMostInt8FromZeroPoint : kMostInt8)
-             : !a_fp8 || !b_fp8 || (call.a_dtype == CUTEGEMM_E5M2 && call.b_dtype == CUTEGEMM_E5M2)) {
-      return false;
-    }
-    if (p.zero_point_a || p.sum_b) {
-      if (!int8 || !p.zero_point_a || !p.sum_b) return false;
-      if (!read_vector(*p.zero_point_a, ScalarType::Int, m, false, call.zero_point_a)) return false;
-      if (p.sum_b->dim() != 1 || p.sum_b->size(0) != n || scalar_type(*p.sum_b) != ScalarType::Int) return false;
-      call.sum_b = {p.sum_b->data_ptr(), CUTEGEMM_INT32, 0, p.sum_b->stride(0)};
-    }
-    scales = int8 ? kOfAllK : scales_of(*p.scale_a, *p.scale_b, m, n, k, p.residual != nullptr);
-    if (scales != kOfAllK) {
-      int64_t const blocks = (k + 127) / 128, rows_b = scales == kOfBlocks ? (n + 127) / 128 : n;
-      if (!read_scales(*p.scale_a, m, blocks, 1, call.scale_a) ||
-          !read_scales(*p.scale_b, rows_b, blocks, scales == kOfBlocks ? 128 : 1, call.scale_b)) {
-        return false;
-      }
-    } else if (!read_vector(*p.scale_a, ScalarType::Float, m, false, call.scale_a) ||
-               !read_vector(*p.scale_b, ScalarType::Float, n, true, call.scale_b)) {
-      return false;
-    }
-  } else if (a_type != b_type || (a_type != ScalarType::BFloat16 && a_type != ScalarType::Half)) {
+  if (scaled) {
+    if (!read_scaled(p, call, scales)) return false;
+  } else if ((a_type != ScalarType::BFloat16 && a_type != ScalarType::Half) || (!of_weight && a_type != b_type)) {
+    return false;
+  } else if (of_weight && !(p.product == kW4a16Mm ? read_packed(p, call, scales) : read_weight(p, call, scales))) {
     return false;
   }
   if (p.bias) {
@@ -250,22 +326,34 @@ bool prepare(const Problem& p, cutegemm_call& call, Key& key, ScalarType& d) {
     call.bias = {p.bias->data_ptr(), kernel_dtype(scalar_type(*p.bias)), 0, p.bias->stride(0)};
   }
   if (p.residual) {
-    if (scales == kOfAllK || !is_matrix(*p.residual, m, n) || !is_output_type(scalar_type(*p.residual))) return false;
+    if (scaled && scales == kOfAllK) return false;
+    if (!is_matrix(*p.residual, m, n) || !is_output_type(scalar_type(*p.residual))) return false;
     call.residual = {
         p.residual->data_ptr(), kernel_dtype(scalar_type(*p.residual)), {p.residual->stride(0), p.residual->stride(1)}};
   }
   if (p.gated && n % 2 != 0) return false;
   int64_t const width = p.gated ? n / 2 : n;
-  ScalarType const by_default = p.out ? scalar_type(*p.out) : p.scaled ? ScalarType::BFloat16 : a_type;
+  ScalarType const by_default = p.out ? scalar_type(*p.out) : scaled ? ScalarType::BFloat16 : a_type;
   d = p.quantized ? ScalarType::Float8_e4m3fn : scalar_type(p.out_dtype, by_default);
   if (!p.quantized && !is_output_type(d)) return false;
   call.d_dtype = kernel_dtype(d);
 
+  call.a = p.a.data_ptr(), call.b = p.b.data_ptr();
   call.a_stride[0] = p.a.stride(0), call.a_stride[1] = p.a.stride(1);
-  call.b_stride[0] = p.b.stride(0), call.b_stride[1] = p.b.stride(1);
-  uint8_t const a_layout = orient(m, k, call.a_stride[0], call.a_stride[1]);
-  uint8_t const b_layout = orient(n, k, call.b_stride[1], call.b_stride[0]);
-  if (p.scaled && b_layout == 1 && n > 1 && k > 1) return false;  // a row-major b
+  uint8_t a_layout = orient(m, k, call.a_stride[0], call.a_stride[1]), b_layout = 0;
+  bool aligned = true;  // of ops named for a weight either kernels or replaced_operands() see to it
+  if (of_weight) {
+    a_layout = 0;
+  } else {
+    call.b_stride[0] = p.b.stride(0), call.b_stride[1] = p.b.stride(1);
+    b_layout = orient(n, k, call.b_stride[1], call.b_stride[0]);
+    if (scaled && b_layout == 1 && n > 1 && k > 1) return false;  // a row-major b
+    int64_t const bytes = scaled ? 1 : 2;
+    // TMA takes no rows that overlap.
+    int64_t const a_lead = call.a_stride[a_layout == 1], b_lead = call.b_stride[b_layout == 0];
+    aligned = aligned16(call.a, a_lead, bytes) && aligned16(call.b, b_lead, bytes) &&
+              a_lead >= (a_layout == 1 ? m : k) && b_lead >= (b_layout == 1 ? n : k);
+  }
   if (p.out) {
     if (p.out->dim() != 2 || p.out->size(0) != m || p.out->size(1) != width || scalar_type(*p.out) != d) return false;
     call.d_stride[0] = p.out->stride(0), call.d_stride[1] = p.out->stride(1);
@@ -274,40 +362,34 @@ bool prepare(const Problem& p, cutegemm_call& call, Key& key, ScalarType& d) {
     bool const columns_apart =
         m <= 1 || (call.d_stride[0] > 0 && (width <= 1 || call.d_stride[1] >= m * call.d_stride[0]));
     if (!rows_apart && !columns_apart) return false;
-    for (const Tensor* x : {&p.a, &p.b, p.scale_a, p.scale_b, p.bias, p.zero_point_a, p.sum_b}) {
-      if (x && is_in_memory_of(*p.out, *x)) return false;
-    }
+    auto const shares = [&](const Tensor* x) { return x && is_in_memory_of(*p.out, *x); };
+    if (shares(&p.a) || std::any_of(operands.begin(), operands.end(), shares)) return false;
     // Each element of a residual is read by the thread that writes it, so out may be the residual itself.
     auto const strides_agree = [&](int i) { return p.out->size(i) <= 1 || p.residual->stride(i) == p.out->stride(i); };
     bool const in_place = p.residual && p.residual->data_ptr() == p.out->data_ptr() && scalar_type(*p.residual) == d &&
                           strides_agree(0) && strides_agree(1);
-    if (p.residual && !in_place && is_in_memory_of(*p.out, *p.residual)) return false;
+    if (!in_place && shares(p.residual)) return false;
     if (width == 1) call.d_stride[1] = 1;
   } else {
     call.d_stride[0] = width, call.d_stride[1] = 1;
   }
   if (m == 1 && call.d_stride[1] == 1) call.d_stride[0] = leading(0, 1, width);
-  call.a = p.a.data_ptr(), call.b = p.b.data_ptr();
 
-  int64_t const bytes = p.scaled ? 1 : 2, d_bytes = d == ScalarType::Float ? 4 : p.quantized ? 1 : 2;
-  // TMA takes no rows that overlap.
-  int64_t const a_lead = call.a_stride[a_layout == 1], b_lead = call.b_stride[b_layout == 0];
-  bool const aligned = aligned16(call.a, a_lead, bytes) && aligned16(call.b, b_lead, bytes) &&
-                       a_lead >= (a_layout == 1 ? m : k) && b_lead >= (b_layout == 1 ? n : k);
+  int64_t const d_bytes = d == ScalarType::Float ? 4 : p.quantized ? 1 : 2;
   // A new output starts at the allocator's alignment. TMA stores whole pieces of 16 bytes, so rows must end with one
   // too.
   bool const aligned_out = call.d_stride[1] == 1 && width * d_bytes % 16 == 0 &&
                            aligned16(p.out ? p.out->data_ptr() : nullptr, call.d_stride[0], d_bytes);
   key = {call.n,
          call.k,
-         p.scaled,
+         p.product,
          scales,
          p.gated,
          uint8_t(call.a_dtype),
          uint8_t(call.b_dtype),
          uint8_t(call.d_dtype),
          uint8_t(a_layout * 16 + b_layout),
-         p.fast_accum && !int8 && scales == kOfAllK,
+         p.fast_accum && call.a_dtype != CUTEGEMM_INT8 && scales == kOfAllK,
          uint8_t(aligned * 2 + aligned_out),
          uint8_t(p.a.get_device_index())};
   return true;
@@ -319,7 +401,7 @@ void resolve(const Problem& p, const Key& key) {
   CG_CHECK(ask, p.op, ": cutegemm's Python package is not loaded, so there are no plans; import cutegemm first");
   cutegemm_request request = {};
   request.op = p.op;
-  request.scaled = p.scaled, request.gated = p.gated, request.quantized = p.quantized;
+  request.product = p.product, request.gated = p.gated, request.quantized = p.quantized;
   request.out_dtype = p.out_dtype.value_or(-1);
   request.fast_accum = key.fast_accum;
   request.aligned_operands = key.aligned / 2, request.aligned_out = key.aligned % 2;
@@ -327,6 +409,9 @@ void resolve(const Problem& p, const Key& key) {
   request.a = described(&p.a), request.b = described(&p.b);
   request.scale_a = described(p.scale_a), request.scale_b = described(p.scale_b);
   request.zero_point_a = described(p.zero_point_a), request.sum_b = described(p.sum_b);
+  request.zeros = described(p.packed.zeros), request.permutation = described(p.packed.permutation);
+  request.n = p.packed.n, request.k = p.packed.k;
+  request.group_size = p.packed.group_size, request.minimum = p.packed.minimum;
   request.bias = described(p.bias), request.residual = described(p.residual), request.out = described(p.out);
   request.kernel = p.kernel ? p.kernel->c_str() : nullptr;
   std::string text(8192, '\0');
@@ -405,6 +490,54 @@ struct Ready {
   }
 };
 
+// Another op, with its arguments in the order of its schema.
+template <class... Arguments>
+std::array<StableIValue, sizeof...(Arguments)> call_op(const char* name, const Arguments&... arguments) {
+  std::array<StableIValue, sizeof...(Arguments)> stack = {torch::stable::detail::from(arguments)...};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, "", stack.data(), TORCH_ABI_VERSION));
+  return stack;
+}
+
+// What the kernels of ops named for a weight get in place of operands that they don't read as they are: copies of an x
+// whose rows are not at multiples of 16 bytes, or whose columns are not neighbours, or permuted, and of parts of a
+// packed weight at other addresses; and where k is 0, a column of zeros.
+std::vector<Tensor> replaced_operands(const Problem& p, cutegemm_call& call) {
+  std::vector<Tensor> made;
+  if (call.k == 0) {
+    auto const zeros = [&](std::initializer_list<int64_t> sizes, ScalarType type) {
+      Tensor x = empty(Sizes(sizes), type, p.a);
+      torch::stable::zero_(x);
+      return made.emplace_back(x).data_ptr();
+    };
+    int64_t const m = call.m, n = call.n, tiles = (n + 63) / 64 * 4;
+    call.k = 1;
+    call.a = zeros({m, 8}, scalar_type(p.a)), call.a_stride[0] = 8;
+    if (p.product == kW4a16Mm) {
+      call.b = zeros({tiles, 1, 32, 4}, ScalarType::Int);
+      call.groups.scales = zeros({tiles, 1, 16}, ScalarType::Float), call.groups.dtype = CUTEGEMM_FP32;
+      if (call.groups.zeros) call.groups.zeros = call.groups.scales;
+    } else {
+      call.b = zeros({n, 16}, ScalarType::Byte), call.b_stride[1] = 16;
+      if (call.scale_b.group) call.scale_b = {zeros({1}, ScalarType::Float), CUTEGEMM_FP32, call.scale_b.group, 0, 0};
+    }
+    return made;
+  }
+  if (p.packed.permutation || call.a_stride[1] != 1 || call.a_stride[0] < call.k ||
+      !aligned16(call.a, call.a_stride[0], 2)) {
+    auto const order = p.packed.permutation ? std::optional<Tensor>(*p.packed.permutation) : std::nullopt;
+    auto const stack = call_op("cutegemm::gather_columns", p.a, order);
+    Tensor const& x = made.emplace_back(torch::stable::detail::to<Tensor>(stack[0]));
+    call.a = x.data_ptr(), call.a_stride[0] = x.stride(0), call.a_stride[1] = 1;
+  }
+  if (p.product == kW4a16Mm) {
+    auto const part = [&](const Tensor* x, const void*& data) {
+      if (!aligned16(data, 0, 1)) data = made.emplace_back(torch::stable::clone(*x)).data_ptr();
+    };
+    part(&p.b, call.b), part(p.scale_b, call.groups.scales), part(p.packed.zeros, call.groups.zeros);
+  }
+  return made;
+}
+
 // p.out, or a new tensor. row: of the call, where it is known.
 std::optional<Tensor> execute(const Problem& p, Ready ready, const PlanRow* row = nullptr) {
   auto& [call, key, d] = ready;
@@ -417,17 +550,12 @@ std::optional<Tensor> execute(const Problem& p, Ready ready, const PlanRow* row 
   if (call.m == 0 || call.n == 0) {
     resolve(p, key);
   } else {
-    run(p, call, row ? *row : planned(p, call, key), p.out ? p.out->data_ptr() : made->data_ptr(), device);
+    PlanRow const& chosen = row ? *row : planned(p, call, key);
+    std::vector<Tensor> replaced;
+    if (p.product == kW4a16Mm || p.product == kW8a16Mm) replaced = replaced_operands(p, call);
+    run(p, call, chosen, p.out ? p.out->data_ptr() : made->data_ptr(), device);
   }
   return made;
-}
-
-// Another op, with its arguments in the order of its schema.
-template <class... Arguments>
-std::array<StableIValue, sizeof...(Arguments)> call_op(const char* name, const Arguments&... arguments) {
-  std::array<StableIValue, sizeof...(Arguments)> stack = {torch::stable::detail::from(arguments)...};
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, "", stack.data(), TORCH_ABI_VERSION));
-  return stack;
 }
 
 // The plan's row for a fused form; null where its sums are a launch of their own.
@@ -443,14 +571,14 @@ const T* pointer(const std::optional<T>& x) {
 }
 
 Tensor mm(Tensor a, Tensor b, std::optional<Tensor> bias, OptionalDtype out_dtype, std::optional<std::string> kernel) {
-  Problem p{"mm", false, a, b};
+  Problem p{"mm", kMm, a, b};
   p.bias = pointer(bias), p.out_dtype = out_dtype, p.kernel = pointer(kernel);
   return *execute(p, Ready(p));
 }
 
 void mm_out(Tensor out, Tensor a, Tensor b, std::optional<Tensor> bias, OptionalDtype out_dtype,
             std::optional<std::string> kernel) {
-  Problem p{"mm", false, a, b};
+  Problem p{"mm", kMm, a, b};
   p.bias = pointer(bias), p.out = &out, p.out_dtype = out_dtype, p.kernel = pointer(kernel);
   execute(p, Ready(p));
 }
@@ -458,7 +586,7 @@ void mm_out(Tensor out, Tensor a, Tensor b, std::optional<Tensor> bias, Optional
 Tensor scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, std::optional<Tensor> bias,
                  OptionalDtype out_dtype, bool use_fast_accum, std::optional<Tensor> zero_point_a,
                  std::optional<Tensor> sum_b, std::optional<Tensor> residual, std::optional<std::string> kernel) {
-  Problem p{"scaled_mm", true, a, b, &scale_a, &scale_b};
+  Problem p{"scaled_mm", kScaledMm, a, b, &scale_a, &scale_b};
   p.bias = pointer(bias), p.out_dtype = out_dtype, p.fast_accum = use_fast_accum;
   p.zero_point_a = pointer(zero_point_a), p.sum_b = pointer(sum_b), p.residual = pointer(residual),
   p.kernel = pointer(kernel);
@@ -468,7 +596,7 @@ Tensor scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, std::option
 void scaled_mm_out(Tensor out, Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, std::optional<Tensor> bias,
                    OptionalDtype out_dtype, bool use_fast_accum, std::optional<Tensor> zero_point_a,
                    std::optional<Tensor> sum_b, std::optional<Tensor> residual, std::optional<std::string> kernel) {
-  Problem p{"scaled_mm", true, a, b, &scale_a, &scale_b};
+  Problem p{"scaled_mm", kScaledMm, a, b, &scale_a, &scale_b};
   p.bias = pointer(bias), p.out = &out, p.out_dtype = out_dtype, p.fast_accum = use_fast_accum;
   p.zero_point_a = pointer(zero_point_a), p.sum_b = pointer(sum_b), p.residual = pointer(residual),
   p.kernel = pointer(kernel);
@@ -489,34 +617,90 @@ void gate(Tensor& out, const Tensor& x) {
   torch::stable::copy_(out, torch::stable::detail::to<Tensor>(stack[0]));
 }
 
+// p.out, or a new tensor.
+std::optional<Tensor> gated(const Problem& p) {
+  Ready const ready(p);
+  if (auto const* row = fused_row(p, ready)) return execute(p, ready, row);
+  std::optional<Tensor> made;
+  if (!p.out) made = empty({ready.call.m, ready.call.n / 2}, ready.d, p.a);
+  Tensor out = p.out ? *p.out : *made;
+  gate(out, sums_of(p));
+  return made;
+}
+
 Tensor scaled_mm_silu_and_mul(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, std::optional<Tensor> bias,
                               OptionalDtype out_dtype, std::optional<std::string> kernel) {
-  Problem p{"scaled_mm_silu_and_mul", true, a, b, &scale_a, &scale_b};
+  Problem p{"scaled_mm_silu_and_mul", kScaledMm, a, b, &scale_a, &scale_b};
   p.bias = pointer(bias), p.out_dtype = out_dtype, p.gated = true, p.kernel = pointer(kernel);
-  Ready const ready(p);
-  if (auto const* row = fused_row(p, ready)) return *execute(p, ready, row);
-  Tensor out = empty({a.size(0), b.size(1) / 2}, scalar_type(out_dtype, ScalarType::BFloat16), a);
-  gate(out, sums_of(p));
-  return out;
+  return *gated(p);
 }
 
 void scaled_mm_silu_and_mul_out(Tensor out, Tensor a, Tensor b, Tensor scale_a, Tensor scale_b,
                                 std::optional<Tensor> bias, OptionalDtype out_dtype,
                                 std::optional<std::string> kernel) {
-  Problem p{"scaled_mm_silu_and_mul", true, a, b, &scale_a, &scale_b};
+  Problem p{"scaled_mm_silu_and_mul", kScaledMm, a, b, &scale_a, &scale_b};
   p.bias = pointer(bias), p.out = &out, p.out_dtype = out_dtype, p.gated = true, p.kernel = pointer(kernel);
-  Ready const ready(p);
-  if (auto const* row = fused_row(p, ready)) {
-    execute(p, ready, row);
-  } else {
-    gate(out, sums_of(p));
-  }
+  gated(p);
+}
+
+Tensor w4a16_mm(Tensor x, Tensor packed, Tensor scales, std::optional<Tensor> zeros, std::optional<Tensor> permutation,
+                int64_t n, int64_t k, int64_t group_size, bool minimum, std::optional<Tensor> bias,
+                OptionalDtype out_dtype, std::optional<Tensor> residual, std::optional<std::string> kernel) {
+  Problem p{"w4a16_mm", kW4a16Mm, x, packed, nullptr, &scales};
+  p.packed = {pointer(zeros), pointer(permutation), n, k, group_size, minimum};
+  p.bias = pointer(bias), p.residual = pointer(residual), p.out_dtype = out_dtype, p.kernel = pointer(kernel);
+  return *execute(p, Ready(p));
+}
+
+void w4a16_mm_out(Tensor out, Tensor x, Tensor packed, Tensor scales, std::optional<Tensor> zeros,
+                  std::optional<Tensor> permutation, int64_t n, int64_t k, int64_t group_size, bool minimum,
+                  std::optional<Tensor> bias, OptionalDtype out_dtype, std::optional<Tensor> residual,
+                  std::optional<std::string> kernel) {
+  Problem p{"w4a16_mm", kW4a16Mm, x, packed, nullptr, &scales};
+  p.packed = {pointer(zeros), pointer(permutation), n, k, group_size, minimum};
+  p.bias = pointer(bias), p.residual = pointer(residual), p.out = &out, p.out_dtype = out_dtype,
+  p.kernel = pointer(kernel);
+  execute(p, Ready(p));
+}
+
+Tensor w4a16_mm_silu_and_mul(Tensor x, Tensor packed, Tensor scales, std::optional<Tensor> zeros,
+                             std::optional<Tensor> permutation, int64_t n, int64_t k, int64_t group_size, bool minimum,
+                             std::optional<Tensor> bias, OptionalDtype out_dtype, std::optional<std::string> kernel) {
+  Problem p{"w4a16_mm_silu_and_mul", kW4a16Mm, x, packed, nullptr, &scales};
+  p.packed = {pointer(zeros), pointer(permutation), n, k, group_size, minimum};
+  p.bias = pointer(bias), p.out_dtype = out_dtype, p.gated = true, p.kernel = pointer(kernel);
+  return *gated(p);
+}
+
+void w4a16_mm_silu_and_mul_out(Tensor out, Tensor x, Tensor packed, Tensor scales, std::optional<Tensor> zeros,
+                               std::optional<Tensor> permutation, int64_t n, int64_t k, int64_t group_size,
+                               bool minimum, std::optional<Tensor> bias, OptionalDtype out_dtype,
+                               std::optional<std::string> kernel) {
+  Problem p{"w4a16_mm_silu_and_mul", kW4a16Mm, x, packed, nullptr, &scales};
+  p.packed = {pointer(zeros), pointer(permutation), n, k, group_size, minimum};
+  p.bias = pointer(bias), p.out = &out, p.out_dtype = out_dtype, p.gated = true, p.kernel = pointer(kernel);
+  gated(p);
+}
+
+Tensor w8a16_mm(Tensor x, Tensor w, Tensor scale, std::optional<Tensor> bias, OptionalDtype out_dtype,
+                std::optional<Tensor> residual, std::optional<std::string> kernel) {
+  Problem p{"w8a16_mm", kW8a16Mm, x, w, nullptr, &scale};
+  p.bias = pointer(bias), p.residual = pointer(residual), p.out_dtype = out_dtype, p.kernel = pointer(kernel);
+  return *execute(p, Ready(p));
+}
+
+void w8a16_mm_out(Tensor out, Tensor x, Tensor w, Tensor scale, std::optional<Tensor> bias, OptionalDtype out_dtype,
+                  std::optional<Tensor> residual, std::optional<std::string> kernel) {
+  Problem p{"w8a16_mm", kW8a16Mm, x, w, nullptr, &scale};
+  p.bias = pointer(bias), p.residual = pointer(residual), p.out = &out, p.out_dtype = out_dtype,
+  p.kernel = pointer(kernel);
+  execute(p, Ready(p));
 }
 
 std::tuple<Tensor, Tensor> scaled_mm_quant(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b,
                                            std::optional<Tensor> bias, bool silu_and_mul, bool power_of_two_scale,
                                            std::optional<std::string> kernel) {
-  Problem p{"scaled_mm_quant", true, a, b, &scale_a, &scale_b};
+  Problem p{"scaled_mm_quant", kScaledMm, a, b, &scale_a, &scale_b};
   p.bias = pointer(bias), p.kernel = pointer(kernel);
   p.quantized = true, p.gated = silu_and_mul, p.power_of_two = power_of_two_scale;
   Ready const ready(p);
@@ -590,7 +774,8 @@ CUTEGEMM_API int32_t cutegemm_open(const char* name, const char* path, char* tex
 // Adds the plan for a request's shape, from rows in ascending order of m_limit, or a row under the request's kernel
 // name.
 CUTEGEMM_API void cutegemm_add_plan(const cutegemm::cutegemm_request* request, const cutegemm::cutegemm_plan_row* rows,
-                                    int32_t count, int32_t layout, int32_t scales, int32_t a, int32_t b, int32_t d) {
+                                    int32_t count, int32_t n, int32_t k, int32_t layout, int32_t scales, int32_t a,
+                                    int32_t b, int32_t d) {
   using namespace cutegemm;
   std::unique_lock<std::shared_mutex> guard(lock);
   auto const fill = [&](PlanRow& row, const cutegemm_plan_row& from) {
@@ -606,9 +791,9 @@ CUTEGEMM_API void cutegemm_add_plan(const cutegemm::cutegemm_request* request, c
     named.emplace(request->kernel, std::move(row));
     return;
   }
-  Key const key = {int32_t(request->b.size[1]),
-                   int32_t(request->b.size[0]),
-                   uint8_t(request->scaled),
+  Key const key = {n,
+                   k,
+                   uint8_t(request->product),
                    uint8_t(scales),
                    uint8_t(request->gated),
                    uint8_t(a),
@@ -631,4 +816,10 @@ STABLE_TORCH_LIBRARY_IMPL(cutegemm, CUDA, m) {
   m.impl("scaled_mm_silu_and_mul", TORCH_BOX(&cutegemm::scaled_mm_silu_and_mul));
   m.impl("scaled_mm_silu_and_mul_out", TORCH_BOX(&cutegemm::scaled_mm_silu_and_mul_out));
   m.impl("scaled_mm_quant", TORCH_BOX(&cutegemm::scaled_mm_quant));
+  m.impl("w4a16_mm", TORCH_BOX(&cutegemm::w4a16_mm));
+  m.impl("w4a16_mm_out", TORCH_BOX(&cutegemm::w4a16_mm_out));
+  m.impl("w4a16_mm_silu_and_mul", TORCH_BOX(&cutegemm::w4a16_mm_silu_and_mul));
+  m.impl("w4a16_mm_silu_and_mul_out", TORCH_BOX(&cutegemm::w4a16_mm_silu_and_mul_out));
+  m.impl("w8a16_mm", TORCH_BOX(&cutegemm::w8a16_mm));
+  m.impl("w8a16_mm_out", TORCH_BOX(&cutegemm::w8a16_mm_out));
 }

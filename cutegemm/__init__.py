@@ -19,7 +19,16 @@ from .activation import (
     silu_and_mul,
     swigluoai_and_mul,
 )
-from .gemm import mm, scaled_mm, scaled_mm_quant, scaled_mm_silu_and_mul
+from .gather import gather_columns
+from .gemm import (
+    mm,
+    scaled_mm,
+    scaled_mm_quant,
+    scaled_mm_silu_and_mul,
+    w4a16_mm,
+    w4a16_mm_silu_and_mul,
+    w8a16_mm,
+)
 from .kv_cache import concat_and_cache_mla_, gather_cache, qk_norm_rope_and_cache_, reshape_and_cache_, slots_of
 from .library import chain_launches
 from .norm import (
@@ -66,6 +75,7 @@ __all__ = [
     "fused_add_rms_norm_quant",
     "fused_add_rms_norm_quant_",
     "gather_cache",
+    "gather_columns",
     "gelu_and_mul",
     "gelu_fast",
     "gelu_new",
@@ -92,4 +102,7 @@ __all__ = [
     "slots_of",
     "swigluoai_and_mul",
     "unpack_w4",
+    "w4a16_mm",
+    "w4a16_mm_silu_and_mul",
+    "w8a16_mm",
 ]

@@ -50,11 +50,16 @@ def _explain(argv: Sequence[str]) -> int:
     parser.add_argument("k", type=int, help="columns of the weight")
     parser.add_argument("--m", type=int, help="only the kernel for this many tokens")
     parser.add_argument(
-        "--scales", default="", choices=("block", "group"), help="of FP8: one for 128 x 128 of the weight, or 1 x 128"
+        "--scales",
+        default="",
+        choices=("block", "group"),
+        help="of 8 bits: one for 128 x 128 of the weight, or 1 x 128",
     )
     parser.add_argument("--silu-and-mul", action="store_true", help="of scaled_mm_quant: quantize the gated product")
+    parser.add_argument("--group-size", type=int, default=128, help="of w4a16_mm (default: 128; -1: all of k)")
+    parser.add_argument("--minimum", action="store_true", help="of w4a16_mm: groups have minima")
     args = parser.parse_args(argv)
-    print(plan.explain(args.op, args.n, args.k, args.m, scales=args.scales, silu_and_mul=args.silu_and_mul))
+    print(plan.explain(**vars(args)))
     return 0
 
 

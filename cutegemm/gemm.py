@@ -1,8 +1,10 @@
-"""Matrix products: `mm` for BF16 and FP16, `scaled_mm` for FP8 and INT8 with scales, and `scaled_mm_silu_and_mul` and
-`scaled_mm_quant`, which go on with what scaled_mm has summed before it is rounded.
+"""Matrix products: `mm` for BF16 and FP16, `scaled_mm` for FP8 and INT8 with scales, and `w4a16_mm` and `w8a16_mm` for
+BF16 and FP16 with a weight of 4 or 8 bits. Their forms `_silu_and_mul` and `_quant` go on with what was summed before
+it is rounded.
 
-All are d = a @ b as in torch, with b (k, n); a weight stored (n, k) is passed as `w.t()`. The checks here are the only
-ones there are: the CUDA dispatcher asks them for the sentence whenever a call is not in order.
+mm and scaled_mm are d = a @ b as in torch, with b (k, n); a weight stored (n, k) is passed as `w.t()`. Those named for
+a weight take it as it is stored. The checks here are the only ones there are: the CUDA dispatcher asks them for the
+sentence whenever a call is not in order.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ import torch
 from torch import Tensor
 
 from .activation import FUNCTIONS
-from .checks import any_of, is_itself, lies_in_memory_of
-from .epilogues import asymmetric, linear, scaled
+from .checks import any_of, check_device, check_dtype, check_last_stride, is_itself, lies_in_memory_of
+from .epilogues import EPILOGUES, asymmetric, linear, scaled, weight_scaled
+from .packing import W4Weight, check_packed, dequantize_w4
 from .quantize import BLOCK, columns_of_scales, quantize_rows
 from .registry import Input, nbytes, op
 from .variants import KERNELS, SEPARATE, Choice
@@ -22,6 +25,7 @@ from .variants import KERNELS, SEPARATE, Choice
 HALF = (torch.bfloat16, torch.float16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 QUANTIZED = (*FP8, torch.int8)
+WEIGHT_8 = (torch.float8_e4m3fn, torch.int8)  # of w8a16_mm
 E8M0 = (torch.float8_e8m0fnu, torch.uint8)  # which is taken for the bytes of the other
 SCALES = (torch.float32, *E8M0)
 OUTPUT = (torch.bfloat16, torch.float16, torch.float32)
@@ -40,27 +44,32 @@ def _check_product(op: str, a: Any, b: Any, bias: Any, out_dtype: torch.dtype) -
         raise ValueError(
             f"{op}: a is {_shape(a)} and b is {_shape(b)}; the k of a, {a.shape[1]}, must be the k of b, {b.shape[0]}"
         )
-    m, n = a.shape[0], b.shape[1]
-    for name, size in (("m", m), ("n", n), ("k", a.shape[1])):
+    _check_sizes(op, a.shape[0], b.shape[1], a.shape[1])
+    check_device(op, "b", b, a, "a")
+    _check_result(op, b.shape[1], bias, out_dtype, a, "a", "column of b")
+
+
+def _check_sizes(op: str, m: int, n: int, k: int) -> None:
+    for name, size in (("m", m), ("n", n), ("k", k)):
         if size >= 2**31 - 1:
             raise ValueError(f"{op}: {name} is {size}; it must be under 2**31 - 1")
-    for name, x in (("b", b), ("bias", bias)):
-        if x is not None and x.device != a.device:
-            raise ValueError(f"{op}: {name} is on {x.device}; it must be on the device of a, {a.device}")
-    if out_dtype not in OUTPUT:
-        raise TypeError(f"{op}: out_dtype is {out_dtype}; it must be {any_of(OUTPUT)}")
+
+
+def _check_result(op: str, n: int, bias: Any, out_dtype: torch.dtype, of: Any, of_name: str, line: str) -> None:
+    """of: the operand on whose device the bias must be. line: of the weight, what has an element of the bias."""
     if bias is not None:
-        if bias.dtype not in OUTPUT:
-            raise TypeError(f"{op}: bias is {bias.dtype}; it must be {any_of(OUTPUT)}")
+        check_device(op, "bias", bias, of, of_name)
+    check_dtype(op, "out_dtype", out_dtype, OUTPUT)
+    if bias is not None:
+        check_dtype(op, "bias", bias.dtype, OUTPUT)
         if tuple(bias.shape) != (n,):
-            raise ValueError(f"{op}: bias is {_shape(bias)}; it must be [{n}], one element for each column of b")
+            raise ValueError(f"{op}: bias is {_shape(bias)}; it must be [{n}], one element for each {line}")
 
 
-def _check_out(op: str, out: Any, out_dtype: torch.dtype, m: int, n: int, device: Any) -> None:
+def _check_out(op: str, out: Any, out_dtype: torch.dtype, m: int, n: int, of: Any, of_name: str = "a") -> None:
     if out is None:
         return
-    if out.device != device:
-        raise ValueError(f"{op}: out is on {out.device}; it must be on the device of a, {device}")
+    check_device(op, "out", out, of, of_name)
     if out.dtype != out_dtype:
         raise TypeError(f"{op}: out is {out.dtype}; it must be out_dtype, {out_dtype}")
     if tuple(out.shape) != (m, n):
@@ -117,7 +126,7 @@ def check_mm(
         raise TypeError(f"mm: a is {a.dtype} and b is {b.dtype}; they must have one dtype")
     dtype = out_dtype or (out.dtype if out is not None else a.dtype)
     _check_product("mm", a, b, bias, dtype)
-    _check_out("mm", out, dtype, a.shape[0], b.shape[1], a.device)
+    _check_out("mm", out, dtype, a.shape[0], b.shape[1], a)
     _check_kernel("mm", kernel_name)
     return dtype
 
@@ -147,19 +156,18 @@ def _check_vector(
     dtypes: tuple[torch.dtype, ...],
     shapes: tuple[tuple[int, ...], ...],
     shape: str,
-    device: Any,
+    of: Any,
+    of_name: str = "a",
 ) -> None:
-    """shape: the shapes in words."""
-    if x.dtype not in dtypes:
-        raise TypeError(f"{op}: {name} is {x.dtype}; it must be {any_of(dtypes)}")
-    if x.device != device:
-        raise ValueError(f"{op}: {name} is on {x.device}; it must be on the device of a, {device}")
+    """shape: the shapes in words. of: the operand on whose device it must be."""
+    check_dtype(op, name, x.dtype, dtypes)
+    check_device(op, name, x, of, of_name)
     if tuple(x.shape) not in shapes:
         raise ValueError(f"{op}: {name} is {_shape(x)}; it must {shape}")
 
 
 def _check_scales(
-    op: str, m: int, n: int, k: int, scale_a: Any, scale_b: Any, device: Any, int8: bool, residual: bool
+    op: str, m: int, n: int, k: int, scale_a: Any, scale_b: Any, a: Any, int8: bool, residual: bool
 ) -> str:
     groups, blocks = -(-k // BLOCK), -(-n // BLOCK)
     each_a = f"[{m}, {groups}], one for each 128 k of each row"
@@ -169,8 +177,8 @@ def _check_scales(
     )
     kind = "" if int8 else scales_of(m, n, k, scale_a, scale_b, residual)
     if kind:
-        _check_vector(op, "scale_a", scale_a, SCALES, ((m, groups),), f"be {each_a} of a", device)
-        _check_vector(op, "scale_b", scale_b, SCALES, ((blocks, groups), (n, groups)), f"be {each_b} of b", device)
+        _check_vector(op, "scale_a", scale_a, SCALES, ((m, groups),), f"be {each_a} of a", a)
+        _check_vector(op, "scale_b", scale_b, SCALES, ((blocks, groups), (n, groups)), f"be {each_b} of b", a)
         return kind
     rows = f"have one element, or be [{m}] or [{m}, 1], one element for each row of a"
     columns = f"have one element, or be [{n}] or [1, {n}] or [{n}, 1], one element for each column of b"
@@ -178,8 +186,8 @@ def _check_scales(
         rows += "" if groups == 1 else f", or {each_a}"
         columns += "" if groups == 1 and n <= BLOCK else f", or, with a scale_a of [{m}, {groups}], be {each_b}"
     one, float32 = _ONE_ELEMENT, (torch.float32,)
-    _check_vector(op, "scale_a", scale_a, float32, (*one, (m,), (m, 1)), rows, device)
-    _check_vector(op, "scale_b", scale_b, float32, (*one, (n,), (1, n), (n, 1)), columns, device)
+    _check_vector(op, "scale_a", scale_a, float32, (*one, (m,), (m, 1)), rows, a)
+    _check_vector(op, "scale_b", scale_b, float32, (*one, (n,), (1, n), (n, 1)), columns, a)
     return kind
 
 
@@ -210,7 +218,7 @@ def _check_scaled(
             f"{op}: b is {_shape(b)} with the strides {list(b.stride())}, so its rows are contiguous; its columns "
             "must be: pass w.t() of a contiguous (n, k) weight w"
         )
-    return _check_scales(op, m, n, k, scale_a, scale_b, a.device, int8, residual)
+    return _check_scales(op, m, n, k, scale_a, scale_b, a, int8, residual)
 
 
 def check_scaled_mm(
@@ -233,7 +241,7 @@ def check_scaled_mm(
     dtype = out_dtype or (out.dtype if out is not None else torch.bfloat16)
     kind = _check_scaled(op, QUANTIZED, a, b, scale_a, scale_b, bias, dtype, residual is not None)
     (m, k), n = a.shape, b.shape[1]
-    _check_out(op, out, dtype, m, n, a.device)
+    _check_out(op, out, dtype, m, n, a)
     int8 = a.dtype == torch.int8
     for name, x in (("zero_point_a", zero_point_a), ("sum_b", sum_b)):
         if x is not None and not int8:
@@ -246,8 +254,8 @@ def check_scaled_mm(
         rows = f"have one element, or be [{m}] or [{m}, 1], one element for each row of a"
         columns = f"be [{n}], one element for each column of b"
         int32 = (torch.int32,)
-        _check_vector(op, "zero_point_a", zero_point_a, int32, (*_ONE_ELEMENT, (m,), (m, 1)), rows, a.device)
-        _check_vector(op, "sum_b", sum_b, int32, ((n,),), columns, a.device)
+        _check_vector(op, "zero_point_a", zero_point_a, int32, (*_ONE_ELEMENT, (m,), (m, 1)), rows, a)
+        _check_vector(op, "sum_b", sum_b, int32, ((n,),), columns, a)
     # Up to here int32 holds every sum of k products, each up to 2**14, and with a zero point of int8's range every sum
     # of (a - zero_point_a) * b, each up to 255 * 2**7.
     most = 2**17 - 1 if zero_point_a is None else 2**16
@@ -258,14 +266,14 @@ def check_scaled_mm(
             raise ValueError(
                 f"{op}: residual is {_shape(residual)}; it must be None, since the scales are not for each 128 k"
             )
-        _check_vector(op, "residual", residual, OUTPUT, ((m, n),), f"be [{m}, {n}], as the result", a.device)
+        _check_vector(op, "residual", residual, OUTPUT, ((m, n),), f"be [{m}, {n}], as the result", a)
     _check_kernel(op, kernel_name)
     return dtype
 
 
-def _check_gate(op: str, b: Any) -> None:
-    if b.shape[1] % 2:
-        raise ValueError(f"{op}: b is {_shape(b)}; its n must be even, a gate for each value")
+def _check_gate(op: str, name: str, shape: str, n: int) -> None:
+    if n % 2:
+        raise ValueError(f"{op}: {name} is {shape}; its n must be even, a gate for each value")
 
 
 def check_scaled_mm_silu_and_mul(
@@ -283,8 +291,8 @@ def check_scaled_mm_silu_and_mul(
     op = "scaled_mm_silu_and_mul"
     dtype = out_dtype or (out.dtype if out is not None else torch.bfloat16)
     _check_scaled(op, FP8, a, b, scale_a, scale_b, bias, dtype)
-    _check_gate(op, b)
-    _check_out(op, out, dtype, a.shape[0], b.shape[1] // 2, a.device)
+    _check_gate(op, "b", _shape(b), b.shape[1])
+    _check_out(op, out, dtype, a.shape[0], b.shape[1] // 2, a)
     _check_kernel(op, kernel_name, "scaled_mm")
     return dtype
 
@@ -303,9 +311,122 @@ def check_scaled_mm_quant(
     op = "scaled_mm_quant"
     _check_scaled(op, FP8, a, b, scale_a, scale_b, bias, torch.float32)
     if silu_and_mul:
-        _check_gate(op, b)
+        _check_gate(op, "b", _shape(b), b.shape[1])
     _check_kernel(op, kernel_name, "scaled_mm")
     return b.shape[1] // 2 if silu_and_mul else b.shape[1]
+
+
+def _check_weight(op: str, x: Any, n: int, k: int, bias: Any, out_dtype: torch.dtype, residual: Any) -> None:
+    """Raises what is wrong with a product of x and a weight (n, k), but for the weight itself."""
+    check_dtype(op, "x", x.dtype, HALF)
+    if x.dim() != 2:
+        raise ValueError(f"{op}: x is {_shape(x)}; it must have two dimensions")
+    if x.shape[1] != k:
+        raise ValueError(
+            f"{op}: x is {_shape(x)} and w is [{n}, {k}]; the k of x, {x.shape[1]}, must be the k of w, {k}"
+        )
+    m = x.shape[0]
+    _check_sizes(op, m, n, k)
+    _check_result(op, n, bias, out_dtype, x, "x", "row of w")
+    if residual is not None:
+        _check_vector(op, "residual", residual, OUTPUT, ((m, n),), f"be [{m}, {n}], as the result", x, "x")
+
+
+def group_of(k: int, group_size: int, minimum: bool) -> str:
+    """Which k of an INT4 weight surely have one scale, as variants.STEPS has it."""
+    size = k if group_size == -1 else group_size
+    if minimum:
+        return "group32_minimum"
+    return next(f"group{step}" for step in (128, 64, 32) if size >= k or size % step == 0)
+
+
+def check_w4a16_mm(
+    x: Any,
+    packed: Any,
+    scales: Any,
+    zeros: Any,
+    permutation: Any,
+    n: int,
+    k: int,
+    group_size: int,
+    minimum: bool,
+    bias: Any = None,
+    out_dtype: torch.dtype | None = None,
+    residual: Any = None,
+    kernel_name: str | None = None,
+    *,
+    out: Any = None,
+    op: str = "w4a16_mm",
+) -> torch.dtype:
+    """Raises what is wrong with a call of w4a16_mm, or of its gated form; returns the dtype of its result."""
+    dtype = out_dtype or (out.dtype if out is not None else x.dtype)
+    check_packed(op, packed, scales, zeros, permutation, n, k, group_size, minimum)
+    check_device(op, "packed", packed, x)
+    _check_weight(op, x, n, k, bias, dtype, residual)
+    gated = op != "w4a16_mm"
+    if gated:
+        _check_gate(op, "w", f"[{n}, {k}]", n)
+    _check_out(op, out, dtype, x.shape[0], n // 2 if gated else n, x, "x")
+    _check_kernel(op, kernel_name, "w4a16_mm" if gated else None)
+    return dtype
+
+
+def check_w4a16_mm_silu_and_mul(
+    x: Any,
+    packed: Any,
+    scales: Any,
+    zeros: Any,
+    permutation: Any,
+    n: int,
+    k: int,
+    group_size: int,
+    minimum: bool,
+    bias: Any = None,
+    out_dtype: torch.dtype | None = None,
+    kernel_name: str | None = None,
+    *,
+    out: Any = None,
+) -> torch.dtype:
+    """Raises what is wrong with a call of w4a16_mm_silu_and_mul; returns the dtype of its result."""
+    weight = packed, scales, zeros, permutation, n, k, group_size, minimum
+    return check_w4a16_mm(x, *weight, bias, out_dtype, None, kernel_name, out=out, op="w4a16_mm_silu_and_mul")
+
+
+def blocks_of(n: int, k: int, scale: Any) -> str:
+    """What has a scale of its own in a weight (n, k) of w8a16_mm: "block", 128 x 128, or "", all of it or a row."""
+    shape = tuple(scale.shape)
+    one_or_rows = shape in (*_ONE_ELEMENT, (n,), (n, 1))
+    return "block" if shape == (-(-n // BLOCK), -(-k // BLOCK)) and not one_or_rows else ""
+
+
+def check_w8a16_mm(
+    x: Any,
+    w: Any,
+    scale: Any,
+    bias: Any = None,
+    out_dtype: torch.dtype | None = None,
+    residual: Any = None,
+    kernel_name: str | None = None,
+    *,
+    out: Any = None,
+) -> torch.dtype:
+    """Raises what is wrong with a call of w8a16_mm; returns the dtype of its result."""
+    op = "w8a16_mm"
+    check_dtype(op, "w", w.dtype, WEIGHT_8)
+    if w.dim() != 2:
+        raise ValueError(f"{op}: w is {_shape(w)}; it must have two dimensions")
+    check_device(op, "w", w, x)
+    check_last_stride(op, "w", w)
+    n, k = w.shape
+    dtype = out_dtype or (out.dtype if out is not None else x.dtype)
+    _check_weight(op, x, n, k, bias, dtype, residual)
+    blocks = -(-n // BLOCK), -(-k // BLOCK)
+    shapes = f"[{n}] or [{n}, 1], one for each row of w, or {list(blocks)}, one for each 128 x 128"
+    allowed = (*_ONE_ELEMENT, (n,), (n, 1), blocks)
+    _check_vector(op, "scale", scale, (torch.float32,), allowed, f"have one element, or be {shapes}", x, "x")
+    _check_out(op, out, dtype, x.shape[0], n, x, "x")
+    _check_kernel(op, kernel_name)
+    return dtype
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -752,3 +873,360 @@ def scaled_mm_quant(
     Raises ValueError or TypeError on a CPU, RuntimeError on CUDA, with the same sentences.
     """
     return _scaled_mm_quant(a, b, scale_a, scale_b, bias, silu_and_mul, power_of_two_scale, kernel)
+
+
+def _float32(*operands: Tensor | None) -> list[Tensor | float]:
+    """What is added to a product, 0 if it is None."""
+    return [0.0 if each is None else each.float() for each in operands]
+
+
+def _w4_values(x: Tensor, weight: tuple[Any, ...], bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
+    """What w4a16_mm makes of a W4Weight's fields, in float32."""
+    return EPILOGUES["residual"](x.float() @ dequantize_w4(W4Weight(*weight)).t(), *_float32(bias, residual))
+
+
+def _w4a16_mm_fake(
+    x: Tensor, packed: Tensor, scales: Tensor, zeros: Any, permutation: Any, n: int, *rest: Any, **named: Any
+) -> Tensor:
+    dtype = check_w4a16_mm(x, packed, scales, zeros, permutation, n, *rest, **named)
+    return x.new_empty((x.shape[0], n), dtype=dtype)
+
+
+def _w4_case(
+    n: int, k: int, group_size: int, groups: int, dtype: torch.dtype = torch.bfloat16, zeros: bool = False
+) -> dict[str, Any]:
+    of_groups = Input((-(-n // 64) * 4, groups, 16), dtype, positive=True)
+    return {
+        "packed": Input((-(-n // 64) * 4, -(-k // 64), 32, 4), torch.int32, high=2**31 - 1),
+        "scales": of_groups,
+        "zeros": of_groups if zeros else None,
+        "permutation": None,
+        "n": n,
+        "k": k,
+        "group_size": group_size,
+        "minimum": zeros,
+    }
+
+
+_W4A16_MM_CASES: list[dict[str, Any]] = [
+    {"x": Input((5, 256)), **_w4_case(24, 256, 128, 2), "bias": Input((24,))},
+    {"x": Input((3, 100), torch.float16), **_w4_case(66, 100, 32, 4, torch.float16, True), "out_dtype": torch.float32},
+    {
+        "x": Input((7, 96)),
+        **_w4_case(40, 96, 96, 1, torch.float32),
+        "residual": Input((7, 40)),
+    },
+]
+_W4 = "Tensor packed, Tensor scales, Tensor? zeros, Tensor? permutation, int n, int k, int group_size, bool minimum"
+
+
+def _w4_flops(x: Tensor, n: int, k: int, **others: Any) -> int:
+    return 2 * x.shape[0] * n * k
+
+
+@op(
+    f"w4a16_mm(Tensor x, {_W4}, Tensor? bias=None, ScalarType? out_dtype=None, Tensor? residual=None, "
+    "str? kernel_name=None) -> Tensor",
+    cases=_W4A16_MM_CASES,
+    fake=_w4a16_mm_fake,
+    flops=_w4_flops,
+)
+def _w4a16_mm(
+    x: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    permutation: Tensor | None,
+    n: int,
+    k: int,
+    group_size: int,
+    minimum: bool,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    residual: Tensor | None = None,
+    kernel_name: str | None = None,
+) -> Tensor:
+    """`w4a16_mm` as a torch op."""
+    weight = packed, scales, zeros, permutation, n, k, group_size, minimum
+    dtype = check_w4a16_mm(x, *weight, bias, out_dtype, residual, kernel_name)
+    return _w4_values(x, weight, bias, residual).to(dtype)
+
+
+def _w4a16_mm_out_fake(out: Tensor, *rest: Any, **named: Any) -> None:
+    check_w4a16_mm(*rest, **named, out=out)
+
+
+@op(
+    f"w4a16_mm_out(Tensor(a!) out, Tensor x, {_W4}, Tensor? bias=None, ScalarType? out_dtype=None, "
+    "Tensor? residual=None, str? kernel_name=None) -> ()",
+    cases=[{"out": Input((case["x"].shape[0], case["n"]), torch.float32), **case} for case in _W4A16_MM_CASES],
+    fake=_w4a16_mm_out_fake,
+    bytes=lambda **arguments: nbytes(arguments),
+    flops=_w4_flops,
+)
+def _w4a16_mm_out(
+    out: Tensor,
+    x: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    permutation: Tensor | None,
+    n: int,
+    k: int,
+    group_size: int,
+    minimum: bool,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    residual: Tensor | None = None,
+    kernel_name: str | None = None,
+) -> None:
+    """`w4a16_mm` into out, as a torch op."""
+    weight = packed, scales, zeros, permutation, n, k, group_size, minimum
+    dtype = check_w4a16_mm(x, *weight, bias, out_dtype, residual, kernel_name, out=out)
+    parts = {"packed": packed, "scales": scales, "zeros": zeros, "permutation": permutation}
+    check_memory("w4a16_mm", out, x=x, **parts, bias=bias, residual=residual)
+    out.copy_(_w4a16_mm(x, *weight, bias, dtype, residual))
+
+
+def _parts(w: W4Weight) -> tuple[Any, ...]:
+    return w.packed, w.scales, w.zeros, w.permutation, w.n, w.k, w.group_size, w.minimum
+
+
+def w4a16_mm(
+    x: Tensor,
+    w: W4Weight,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    residual: Tensor | None = None,
+    kernel: str | None = None,
+) -> Tensor:
+    """d = x @ dequantize_w4(w).t() + bias + residual, summed in float32 and rounded once: with a weight of four bits.
+
+    x: (m, k), BF16 or FP16. The kernels read rows whose addresses are multiples of 16 bytes, without a stride along k;
+    another x is copied first, by a small kernel, and so is x[:, w.permutation] of a weight with act-order.
+    w: (n, k), from `quantize_w4`, `pack_w4` or a checkpoint (`from_gptq`, `from_awq`, `from_compressed_tensors`,
+    `from_gguf`), with groups of every size, with zero points, minima or neither, and scales in every dtype. The product
+    of x and codes less their zero point, which are exact in x's dtype, is summed in each group and then scaled:
+        d[i, j] = sum over g of scale[j, g] * (x[i, g] @ (q[j, g] - zero[j, g])) + bias[j] + residual[i, j]
+    and of a weight with minima scale[j, g] * (x[i, g] @ q[j, g]) + minimum[j, g] * sum(x[i, g]).
+    bias: (n,), residual: (m, n), of any strides: BF16, FP16 or FP32. out_dtype: BF16, FP16 or FP32; by default that of
+    `out`, or of x. out: (m, n), written in place and returned; it may be the residual itself, and must else lie apart
+    from what is read. m, n and k may be 0; with k = 0, d is the bias and the residual. kernel: as in `mm`.
+
+    Raises ValueError or TypeError on a CPU, RuntimeError on CUDA, with the same sentences.
+    """
+    operands = (x, *_parts(w), bias, out_dtype, residual, kernel)
+    if out is None:
+        return _w4a16_mm(*operands)
+    _w4a16_mm_out(out, *operands)
+    return out
+
+
+def _w4_silu_and_mul_fake(
+    x: Tensor, packed: Tensor, scales: Tensor, zeros: Any, permutation: Any, n: int, *rest: Any, **named: Any
+) -> Tensor:
+    dtype = check_w4a16_mm_silu_and_mul(x, packed, scales, zeros, permutation, n, *rest, **named)
+    return x.new_empty((x.shape[0], n // 2), dtype=dtype)
+
+
+@op(
+    f"w4a16_mm_silu_and_mul(Tensor x, {_W4}, Tensor? bias=None, ScalarType? out_dtype=None, str? kernel_name=None)"
+    " -> Tensor",
+    cases=_W4A16_MM_CASES[:2],
+    fake=_w4_silu_and_mul_fake,
+    flops=_w4_flops,
+)
+def _w4a16_mm_silu_and_mul(
+    x: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    permutation: Tensor | None,
+    n: int,
+    k: int,
+    group_size: int,
+    minimum: bool,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    kernel_name: str | None = None,
+) -> Tensor:
+    """`w4a16_mm_silu_and_mul` as a torch op."""
+    weight = packed, scales, zeros, permutation, n, k, group_size, minimum
+    dtype = check_w4a16_mm_silu_and_mul(x, *weight, bias, out_dtype, kernel_name)
+    return _gated(_w4_values(x, weight, bias)).to(dtype)
+
+
+def _w4_silu_and_mul_out_fake(out: Tensor, *rest: Any, **named: Any) -> None:
+    check_w4a16_mm_silu_and_mul(*rest, **named, out=out)
+
+
+@op(
+    f"w4a16_mm_silu_and_mul_out(Tensor(a!) out, Tensor x, {_W4}, Tensor? bias=None, ScalarType? out_dtype=None, "
+    "str? kernel_name=None) -> ()",
+    cases=[{"out": Input((case["x"].shape[0], case["n"] // 2), torch.float32), **case} for case in _W4A16_MM_CASES[:2]],
+    fake=_w4_silu_and_mul_out_fake,
+    bytes=lambda **arguments: nbytes(arguments),
+    flops=_w4_flops,
+)
+def _w4a16_mm_silu_and_mul_out(
+    out: Tensor,
+    x: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    permutation: Tensor | None,
+    n: int,
+    k: int,
+    group_size: int,
+    minimum: bool,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    kernel_name: str | None = None,
+) -> None:
+    """`w4a16_mm_silu_and_mul` into out, as a torch op."""
+    weight = packed, scales, zeros, permutation, n, k, group_size, minimum
+    dtype = check_w4a16_mm_silu_and_mul(x, *weight, bias, out_dtype, kernel_name, out=out)
+    parts = {"packed": packed, "scales": scales, "zeros": zeros, "permutation": permutation}
+    check_memory("w4a16_mm_silu_and_mul", out, x=x, **parts, bias=bias)
+    out.copy_(_w4a16_mm_silu_and_mul(x, *weight, bias, dtype))
+
+
+def w4a16_mm_silu_and_mul(
+    x: Tensor,
+    w: W4Weight,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    kernel: str | None = None,
+) -> Tensor:
+    """d = silu(g) * u, in float32 and rounded once, where [g, u] = w4a16_mm(x, w, bias) in float32.
+
+    w's first n / 2 rows are those of the gates g, the others those of u, so n is even; silu(x) = x / (1 + exp(-x)).
+    x, w, bias, out_dtype: as in `w4a16_mm`. out: (m, n / 2), written in place and returned. m, n and k may be 0; with
+    k = 0, g and u are the bias. kernel: one that computes all of it, or "separate": one launch for the sums, and
+    another.
+
+    Raises ValueError or TypeError on a CPU, RuntimeError on CUDA, with the same sentences.
+    """
+    operands = (x, *_parts(w), bias, out_dtype, kernel)
+    if out is None:
+        return _w4a16_mm_silu_and_mul(*operands)
+    _w4a16_mm_silu_and_mul_out(out, *operands)
+    return out
+
+
+def _w8a16_mm_fake(x: Tensor, w: Tensor, *rest: Any, **named: Any) -> Tensor:
+    dtype = check_w8a16_mm(x, w, *rest, **named)
+    return x.new_empty((x.shape[0], w.shape[0]), dtype=dtype)
+
+
+_W8A16_MM_CASES: list[dict[str, Any]] = [
+    {
+        "x": Input((5, 96)),
+        "w": Input((24, 96), torch.float8_e4m3fn),
+        "scale": Input((24, 1), torch.float32, positive=True),
+        "bias": Input((24,)),
+    },
+    {
+        "x": Input((3, 130), torch.float16),
+        "w": Input((40, 130), torch.int8, high=128),
+        "scale": Input((1,), torch.float32, positive=True),
+        "residual": Input((3, 40), torch.float16),
+        "out_dtype": torch.float32,
+    },
+    {
+        "x": Input((7, 272)),
+        "w": Input((136, 272), torch.float8_e4m3fn),
+        "scale": Input((2, 3), torch.float32, positive=True),
+    },
+]
+
+
+def _w8_flops(x: Tensor, w: Tensor, **others: Any) -> int:
+    return 2 * x.shape[0] * w.shape[0] * w.shape[1]
+
+
+@op(
+    "w8a16_mm(Tensor x, Tensor w, Tensor scale, Tensor? bias=None, ScalarType? out_dtype=None, Tensor? residual=None, "
+    "str? kernel_name=None) -> Tensor",
+    cases=_W8A16_MM_CASES,
+    fake=_w8a16_mm_fake,
+    flops=_w8_flops,
+)
+def _w8a16_mm(
+    x: Tensor,
+    w: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    residual: Tensor | None = None,
+    kernel_name: str | None = None,
+) -> Tensor:
+    """`w8a16_mm` as a torch op."""
+    dtype = check_w8a16_mm(x, w, scale, bias, out_dtype, residual, kernel_name)
+    n, k = w.shape
+    added = _float32(bias, residual)
+    if blocks_of(n, k, scale):
+        scale = scale.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]
+        return EPILOGUES["residual"](x.float() @ (w.float() * scale).t(), *added).to(dtype)
+    return weight_scaled(x.float() @ w.float().t(), scale.reshape(-1), *added).to(dtype)
+
+
+def _w8a16_mm_out_fake(out: Tensor, *rest: Any, **named: Any) -> None:
+    check_w8a16_mm(*rest, **named, out=out)
+
+
+@op(
+    "w8a16_mm_out(Tensor(a!) out, Tensor x, Tensor w, Tensor scale, Tensor? bias=None, ScalarType? out_dtype=None, "
+    "Tensor? residual=None, str? kernel_name=None) -> ()",
+    cases=[{"out": Input((case["x"].shape[0], case["w"].shape[0]), torch.float32), **case} for case in _W8A16_MM_CASES],
+    fake=_w8a16_mm_out_fake,
+    bytes=lambda **arguments: nbytes(arguments),
+    flops=_w8_flops,
+)
+def _w8a16_mm_out(
+    out: Tensor,
+    x: Tensor,
+    w: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    residual: Tensor | None = None,
+    kernel_name: str | None = None,
+) -> None:
+    """`w8a16_mm` into out, as a torch op."""
+    dtype = check_w8a16_mm(x, w, scale, bias, out_dtype, residual, kernel_name, out=out)
+    check_memory("w8a16_mm", out, x=x, w=w, scale=scale, bias=bias, residual=residual)
+    out.copy_(_w8a16_mm(x, w, scale, bias, dtype, residual))
+
+
+def w8a16_mm(
+    x: Tensor,
+    w: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    residual: Tensor | None = None,
+    kernel: str | None = None,
+) -> Tensor:
+    """d = x @ (scale * w).t() + bias + residual, summed in float32 and rounded once: with a weight of eight bits.
+
+    x: as in `w4a16_mm`. w: (n, k), e4m3 or int8, as it is stored, with contiguous rows that may lie apart; those that
+    begin at multiples of 16 bytes are read faster.
+    scale: float32, dequantizing: one element ([], [1] or [1, 1]); (n,) or (n, 1), one for each row of w; or
+    (ceil(n / 128), ceil(k / 128)), one for each 128 x 128 of w, as quantize_fp8 makes them with granularity "block". Of
+    any strides. It is multiplied with sums: with those of all k, or of each 128 k.
+    bias, residual, out_dtype, out, kernel: as in `w4a16_mm`. m, n and k may be 0.
+
+    Raises ValueError or TypeError on a CPU, RuntimeError on CUDA, with the same sentences.
+    """
+    operands = (x, w, scale, bias, out_dtype, residual, kernel)
+    if out is None:
+        return _w8a16_mm(*operands)
+    _w8a16_mm_out(out, *operands)
+    return out

@@ -57,6 +57,7 @@ _FAMILIES = {"dispatch.cpp": "gemm"}  # the other sources in csrc/ are called as
 _OLDEST_NVCC = (12, 4)
 _OLDEST_TORCH = "2.10"
 _CAPABILITY = (9, 0)
+_FROM_AMPERE = ("gather", "gemm")  # op libraries that also serve GPUs of capability 8, for which some kernels are
 
 # Without NDEBUG, device asserts make ptxas serialize WGMMA. The static CUDA runtime would add 0.9 MB a file.
 _FLAGS = [
@@ -64,6 +65,7 @@ _FLAGS = [
     *("-shared", "-cudart", "none", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-Xptxas", "-v"),
 ]
 _KERNEL_FLAGS = ["-DCUTLASS_ENABLE_GDC_FOR_SM90=1"]
+_AMPERE_FLAGS = ["-gencode=arch=compute_80,code=sm_80"]  # more code, beside that for Hopper
 _OP_FLAGS = ["-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-Xfatbin=-compress-all"]
 
 
@@ -161,6 +163,7 @@ def _job(name: str) -> _Job:
         source, suffix = path.read_text(), path.suffix
         include = Path(torch.__file__).parent / "include"
         flags, folders = _OP_FLAGS, [include, include / "torch/csrc/api/include"]
+        from_ampere = name in _FROM_AMPERE
     else:
         folders = [_cutlass()]
         from cutegemm.tools import emit
@@ -170,8 +173,11 @@ def _job(name: str) -> _Job:
             hint = f"; near it: {', '.join(near)}" if near else ""
             raise ValueError(f"cutegemm: there is no op library or kernel {name!r}{hint}")
         source, suffix, flags = emit.source(name), ".cu", _KERNEL_FLAGS
+        from_ampere = '#include "gemm_sm80.cuh"' in source
         versions.append(importlib.metadata.version("nvidia-cutlass"))
 
+    if from_ampere:
+        flags = [*flags, *_AMPERE_FLAGS]
     digest = hashlib.sha256()
     for text in (name, source, *_headers(source), *_FLAGS, *flags, *versions):
         digest.update(text.encode() + b"\0")
@@ -204,7 +210,7 @@ def sources() -> str:
 
     It is coarser than a key: a change of any source makes all files built ahead stale.
     """
-    digest = hashlib.sha256(" ".join((*_FLAGS, *_KERNEL_FLAGS, *_OP_FLAGS)).encode())
+    digest = hashlib.sha256(" ".join((*_FLAGS, *_KERNEL_FLAGS, *_OP_FLAGS, *_AMPERE_FLAGS)).encode())
     emitter = [_part("tools") / "emit.py", _PACKAGE / "variants.py", *sorted(_part("epilogues").glob("*.py"))]
     for file in [*emitter, *sorted(csrc().glob("*.*"))]:
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
@@ -477,7 +483,7 @@ def load(family: str) -> None:
             return
         import torch
 
-        _check_machine()
+        _check_machine(family)
         path = op_library(family)
         folder = Path(torch.__file__).parent / "lib"
         for name in ("libtorch_cuda.so", "libtorch_cpu.so"):
@@ -496,8 +502,8 @@ def load(family: str) -> None:
             from . import plan
 
             plan.connect(opened)
-        if not _chain:
-            opened.cutegemm_chain(_chain)
+        if not _chains():
+            opened.cutegemm_chain(False)
         _loaded[family] = opened
         debug(f"loaded {path}")
 
@@ -505,23 +511,34 @@ def load(family: str) -> None:
 def chain_launches(enabled: bool) -> None:
     """Whether kernels may start while the one ahead of them on the stream still runs, which they do by default.
 
-    They then set themselves up, and may ask for their weights, before they wait for it (programmatic dependent launch).
-    A CUDA graph keeps what it was captured with.
+    They then set themselves up, and may ask for their weights, before they wait for it (programmatic dependent launch,
+    which a machine with GPUs older than Hopper is without). A CUDA graph keeps what it was captured with.
     """
     global _chain
     with _loading:
         _chain = bool(enabled)
         for opened in _loaded.values():
-            opened.cutegemm_chain(_chain)
+            opened.cutegemm_chain(_chains())
 
 
-def _check_machine() -> None:
+def _chains() -> bool:
+    import torch
+
+    devices = range(torch.cuda.device_count())
+    return _chain and all(torch.cuda.get_device_capability(device) >= _CAPABILITY for device in devices)
+
+
+def _check_machine(family: str) -> None:
     import torch
 
     if torch.__version__ < _OLDEST_TORCH:
         raise RuntimeError(f"cutegemm: torch is {torch.__version__}, and must be {_OLDEST_TORCH} or newer")
+
+    def serves(capability: tuple[int, int]) -> bool:
+        return capability == _CAPABILITY or (capability[0] == 8 and family in _FROM_AMPERE)
+
     devices = range(torch.cuda.device_count())
-    if devices and not any(torch.cuda.get_device_capability(device) == _CAPABILITY for device in devices):
+    if devices and not any(serves(torch.cuda.get_device_capability(device)) for device in devices):
         here = {torch.cuda.get_device_name(device): torch.cuda.get_device_capability(device) for device in devices}
         raise RuntimeError(
             "cutegemm: the kernels are for GPUs of compute capability 9.0 (H100, H200), and this machine has "

@@ -110,7 +110,21 @@ def _bf16(parameter: Tensor) -> nn.Parameter:
     return nn.Parameter(parameter.detach().to(torch.bfloat16), requires_grad=False)
 
 
-class Fp8Linear(nn.Module):
+class _Moved(nn.Module):
+    """Whose buffers are only moved, where `.to(dtype)` would convert all that is floating point."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Moved:
+        # It is shown them as integers.
+        def move(tensor: Tensor) -> Tensor:
+            if any(tensor is buffer for buffer in self.buffers(recurse=False)):
+                integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
+                return fn(tensor.view(integers)).view(tensor.dtype)
+            return fn(tensor)
+
+        return super()._apply(move, recurse)
+
+
+class Fp8Linear(_Moved):
     """x @ weight.t() + bias through `cutegemm.scaled_mm`, with an e4m3 weight. Forward only.
 
     The weight has one scale an output channel; x is quantized at each call, with one scale a token, unless it comes
@@ -147,33 +161,52 @@ class Fp8Linear(nn.Module):
         y = cutegemm.scaled_mm(_rows(q), self.weight.t(), _rows(scale), self.weight_scale, self.bias, out_dtype=dtype)
         return y.reshape(*q.shape[:-1], self.out_features)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Fp8Linear:
-        # `.to(dtype)` converts all that is floating point. It must only move the weight's codes and their
-        # scale, so it is shown them as integers.
-        def move(tensor: Tensor) -> Tensor:
-            if tensor is self.weight:
-                return fn(tensor.view(torch.uint8)).view(tensor.dtype)
-            if tensor is self.weight_scale:
-                return fn(tensor.view(torch.int32)).view(tensor.dtype)
-            return fn(tensor)
+    extra_repr = Linear.extra_repr
 
-        return super()._apply(move, recurse)
+
+class W4Linear(_Moved):
+    """x @ weight.t() + bias through `cutegemm.w4a16_mm`, with a weight of four bits. Forward only.
+
+    Leading dimensions of x are flattened as in `Linear`, and the result has x's dtype, BF16 or FP16. A state_dict has
+    the tensors that the `W4Weight` has: it is for a module made with a weight of the same form.
+    """
+
+    def __init__(self, weight: cutegemm.W4Weight, bias: Tensor | None = None):
+        super().__init__()
+        self.in_features, self.out_features = weight.k, weight.n
+        self.group_size, self.minimum = weight.group_size, weight.minimum
+        for name in ("packed", "scales", "zeros", "permutation"):
+            self.register_buffer(name, getattr(weight, name))
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, group_size: int = 128) -> W4Linear:
+        """A copy of a torch Linear, quantized symmetrically. The best source is the weight as it was trained."""
+        weight = cutegemm.quantize_w4(linear.weight.detach(), group_size)
+        return cls(weight, None if linear.bias is None else _bf16(linear.bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tensors = self.packed, self.scales, self.zeros, self.permutation
+        how = self.out_features, self.in_features, self.group_size, self.minimum
+        y = torch.ops.cutegemm.w4a16_mm(_rows(x), *tensors, *how, self.bias)
+        return y.reshape(*x.shape[:-1], self.out_features)
 
     extra_repr = Linear.extra_repr
 
 
 def quantize_(model: nn.Module, precision: str, skip: Collection[str] = ()) -> nn.Module:
-    """Replace a model's torch Linear modules by `Linear` ("bf16") or `Fp8Linear` ("fp8"); return the model.
+    """Replace a model's torch Linear modules by `Linear` ("bf16"), `Fp8Linear` ("fp8") or `W4Linear` ("w4"); return it.
 
     Convert the model first, `model.to(torch.bfloat16)`: activations must be BF16. Modules whose dotted name
     matches a pattern in `skip` ("head", "layers.0.*") stay as they are.
 
-    With "fp8", a Linear that shares its weight with another module, as a head tied to the embedding does,
+    With "fp8" and "w4", a Linear that shares its weight with another module, as a head tied to the embedding does,
     becomes a BF16 `Linear`: the embedding keeps the 16-bit weight in memory anyway, and nothing after the
     head averages its errors out.
     """
-    if precision not in ("bf16", "fp8"):
-        raise ValueError(f"quantize_: precision is {precision!r}; it must be 'bf16' or 'fp8'")
+    kinds: dict[str, type[Linear | Fp8Linear | W4Linear]] = {"bf16": Linear, "fp8": Fp8Linear, "w4": W4Linear}
+    if precision not in kinds:
+        raise ValueError(f"quantize_: precision is {precision!r}; it must be 'bf16', 'fp8' or 'w4'")
     if type(model) is nn.Linear:
         raise ValueError("quantize_: model is itself a Linear; it must be a module that has Linear modules in it")
     names = [name for name, _ in model.named_modules()]
@@ -190,7 +223,7 @@ def quantize_(model: nn.Module, precision: str, skip: Collection[str] = ()) -> n
         if type(module) is not nn.Linear or any(fnmatchcase(name, pattern) for pattern in skip):
             continue
         if module not in made:
-            fp8 = precision == "fp8" and uses[module.weight] == 1
-            made[module] = Fp8Linear.from_linear(module) if fp8 else Linear.from_linear(module)
+            kind = kinds[precision] if uses[module.weight] == 1 else Linear
+            made[module] = kind.from_linear(module)
         model.set_submodule(name, made[module])
     return model

@@ -7,7 +7,7 @@ What is wrong with a call is a TypeError or ValueError, also if it is a value: o
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 import torch
@@ -68,18 +68,8 @@ class W4Weight:
     minimum: bool = False
 
     def __post_init__(self) -> None:
-        op, tiles, tensors = "W4Weight", _padded(self.n) // 16, self._tensors()
-        _, groups, _ = _grouping(op, self.group_size, self.k)
-        _check(op, "packed", self.packed, (torch.int32,), (tiles, _padded(self.k) // BLOCK, 32, 4))
-        _check(op, "scales", self.scales, FLOATS, (tiles, groups, 16))
-        if self.zeros is not None or self.minimum:
-            _check(op, "zeros", self.zeros, (self.scales.dtype,), (tiles, groups, 16))
-        if self.permutation is not None:
-            _check(op, "permutation", self.permutation, (torch.int32,), (self.k,))
-        _check_devices(op, **tensors)
-        for name, tensor in tensors.items():
-            if not tensor.is_contiguous():
-                raise ValueError(f"{op}: {name} has the strides {list(tensor.stride())}; it must be contiguous")
+        size = check_packed("W4Weight", *(getattr(self, each.name) for each in fields(self)))
+        object.__setattr__(self, "group_size", size)
 
     def _tensors(self) -> dict[str, Tensor]:
         names = ("packed", "scales", "zeros", "permutation")
@@ -152,6 +142,37 @@ def _check(
         raise ValueError(f"{op}: {name} is {list(x.shape)}; {why}it must be {list(shape)}")
 
 
+def check_packed(
+    op: str,
+    packed: Any,
+    scales: Any,
+    zeros: Any,
+    permutation: Any,
+    n: int,
+    k: int,
+    group_size: int,
+    minimum: bool,
+) -> int:
+    """Raises what is wrong with the parts of a W4Weight, of which tensors may also be descriptions; returns its group
+    size, of -1 what it stands for."""
+    if n < 0:
+        raise ValueError(f"{op}: n is {n}; it must be 0 or more")
+    tiles = _padded(n) // 16
+    size, groups, _ = grouping(op, group_size, k)
+    _check(op, "packed", packed, (torch.int32,), (tiles, _padded(k) // BLOCK, 32, 4))
+    _check(op, "scales", scales, FLOATS, (tiles, groups, 16))
+    if zeros is not None or minimum:
+        _check(op, "zeros", zeros, (scales.dtype,), (tiles, groups, 16))
+    if permutation is not None:
+        _check(op, "permutation", permutation, (torch.int32,), (k,))
+    tensors = {"packed": packed, "scales": scales, "zeros": zeros, "permutation": permutation}
+    _check_devices(op, **tensors)
+    for name, tensor in tensors.items():
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(f"{op}: {name} has the strides {list(tensor.stride())}; it must be contiguous")
+    return size
+
+
 def _check_devices(op: str, **tensors: Tensor | None) -> None:
     (first, of), *rest = tensors.items()
     for name, x in rest:
@@ -168,7 +189,7 @@ def _check_values(op: str, name: str, x: Tensor, largest: int) -> None:
     raise ValueError(f"{op}: {name} holds {wrong:g}; it must hold whole numbers from 0 to {largest}")
 
 
-def _grouping(op: str, group_size: int, k: int) -> tuple[int, int, str]:
+def grouping(op: str, group_size: int, k: int) -> tuple[int, int, str]:
     """group_size, of -1 what it stands for; how many groups there are; and that as the reason for a shape."""
     size = max(k, 1) if group_size == -1 else group_size
     if size not in (*GROUP_SIZES, max(k, 1)):
@@ -286,7 +307,7 @@ def pack_w4(
     op = "pack_w4"
     _check(op, "q", q, INTEGERS)
     n, k = q.shape
-    group_size, groups, why = _grouping(op, group_size, k)
+    group_size, groups, why = grouping(op, group_size, k)
     _check(op, "scales", scales, FLOATS, (n, groups), why)
     if zeros is not None or minimum:
         _check(op, "zeros", zeros, (scales.dtype,) if minimum else (*INTEGERS, *FLOATS), (n, groups), why)
@@ -347,7 +368,7 @@ def quantize_w4(
     _check(op, "weight", weight, FLOATS)
     check_dtype(op, "dtype", dtype := dtype or weight.dtype, FLOATS)
     n, k = weight.shape
-    group_size, groups, _ = _grouping(op, group_size, k)
+    group_size, groups, _ = grouping(op, group_size, k)
     q = torch.empty(n, k, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(n, groups, dtype=dtype, device=weight.device)
     zeros = torch.full_like(scales, SYMMETRIC_ZERO)
@@ -394,7 +415,7 @@ def _zeros(zeros: Tensor, scales: Tensor) -> Tensor | None:
 
 def _check_along_n(op: str, qweight: Tensor, scales: Tensor, qzeros: Tensor, n: int, k: int, group_size: int) -> int:
     """Of scales (groups, n) and qzeros (groups, n / 8), which GPTQ and AWQ have; the group size."""
-    group_size, groups, why = _grouping(op, group_size, k)
+    group_size, groups, why = grouping(op, group_size, k)
     _check(op, "scales", scales, FLOATS, (groups, n), why)
     _check(op, "qzeros", qzeros, (torch.int32,), (groups, -(-n // 8)), why)
     _check_devices(op, qweight=qweight, scales=scales, qzeros=qzeros)
@@ -474,7 +495,7 @@ def from_compressed_tensors(
     _check(op, "weight_scale", weight_scale, FLOATS)
     if group_size is None:
         group_size = k // max(weight_scale.shape[1], 1) or -1
-    group_size, groups, why = _grouping(op, group_size, k)
+    group_size, groups, why = grouping(op, group_size, k)
     _check(op, "weight_scale", weight_scale, FLOATS, (n, groups), why)
     optional = {"weight_zero_point": weight_zero_point, "weight_g_idx": weight_g_idx}
     _check_devices(op, weight_packed=weight_packed, weight_scale=weight_scale, **optional)

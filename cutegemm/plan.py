@@ -10,6 +10,7 @@ csrc/dispatch.cpp keeps the plans it was given and calls `_resolve` for what it 
 from __future__ import annotations
 
 import ctypes
+import inspect
 import json
 import threading
 from collections.abc import Iterator, Mapping
@@ -22,7 +23,23 @@ from typing import Any, NamedTuple
 import torch
 
 from . import gemm
-from .variants import DECLARED, KERNELS, SEPARATE, AnyShape, Blockwise, Choice, Decode, Kernel, Options, Tile, Tiles
+from .packing import grouping
+from .variants import (
+    DECLARED,
+    KERNELS,
+    SEPARATE,
+    STEPS,
+    AnyShape,
+    Blockwise,
+    Choice,
+    Decode,
+    Kernel,
+    MixedInput,
+    Options,
+    Sm80,
+    Tile,
+    Tiles,
+)
 
 # Where the plan of a shape that was not measured may change kernels.
 # fmt: off
@@ -44,11 +61,22 @@ DTYPES = {
     torch.float8_e5m2: "e5m2",
     torch.int8: "int8",
 }
-SCALES = ("", "block", "group")  # in the order of csrc/dispatch.cpp's Scales
+# In the order of csrc/dispatch.cpp's Product and Scales.
+PRODUCTS = ("mm", "scaled_mm", "w4a16_mm", "w8a16_mm")
+SCALES = ("", "block", "group", *STEPS)
 # What the table tells problems apart by, with m.
 TUNED_BY = ("op", "a", "b", "d", "fast_accum", "scales", "gated", "n", "k")
-OPS = {"mm": gemm.HALF, "scaled_mm": gemm.QUANTIZED, "scaled_mm_silu_and_mul": gemm.FP8, "scaled_mm_quant": gemm.FP8}
-BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "e4m3": 1, "e5m2": 1, "int8": 1, "int32": 4}
+# Of each op that explain() takes, the dtypes: of both operands, or of the weight that it is named for.
+OPS: dict[str, tuple[torch.dtype, ...]] = {
+    "mm": gemm.HALF,
+    "scaled_mm": gemm.QUANTIZED,
+    "scaled_mm_silu_and_mul": gemm.FP8,
+    "scaled_mm_quant": gemm.FP8,
+    "w4a16_mm": gemm.HALF,
+    "w4a16_mm_silu_and_mul": gemm.HALF,
+    "w8a16_mm": gemm.WEIGHT_8,
+}
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "e4m3": 1, "e5m2": 1, "int8": 1, "int32": 4, "int4": 0.5}
 
 
 class Row(NamedTuple):
@@ -68,10 +96,13 @@ class Problem:
     k: int
     layout: str = "tn"  # of a and b, see variants.Gemm; "" where neither dimension of an operand is contiguous
     fast_accum: bool = False  # never of INT8, whose sums are exact, nor with scales for blocks of k
-    scales: str = ""  # for blocks of 128 k: "block" of 128 columns of b, or "group", of each column; "": for all of k
+    # For blocks of 128 k: "block" of 128 columns of b, or "group", of each column; "": for all of k. Of an INT4 b those
+    # of STEPS that are as wide as its groups.
+    scales: str = ""
     gated: bool = False  # d is silu of the first half of the columns times the second
     aligned: bool = True  # the operands' addresses and leading strides are multiples of 16 bytes, as TMA asks
     aligned_out: bool = True  # so are the output's, and the length of its rows: TMA stores whole pieces of 16 bytes
+    hopper: bool = True  # or the GPU is of compute capability 8
 
     @property
     def fused(self) -> bool:
@@ -87,7 +118,14 @@ class Problem:
     def takes(self, kernel: Kernel, m: int) -> bool:
         """Whether the kernel may be launched for the problem with m rows."""
         gemm, tile = kernel.gemm, kernel.tile
-        if self.op != gemm.op or bool(self.scales) != bool(gemm.scales):
+        if self.op != gemm.op or not (self.hopper or isinstance(tile, Sm80)):
+            return False
+        if isinstance(tile, (MixedInput, Sm80)):
+            gated = isinstance(tile, MixedInput) and tile.gated
+            if (self.a, self.b, self.gated) != (gemm.a, gemm.b, gated) or not self._has_scales(gemm.scales):
+                return False
+            return not gated or self.n % 32 == 0  # its halves start at whole strips of 16 rows
+        if bool(self.scales) != bool(gemm.scales):
             return False
         if self.fused and not isinstance(tile, Blockwise):
             return False
@@ -104,6 +142,13 @@ class Problem:
             return False
         return self.n % 4 == 0 if tile.split else self.d == gemm.d and self.aligned_out
 
+    def _has_scales(self, of_kernel: str) -> bool:
+        """Of an INT4 weight: a kernel for narrower groups takes them too."""
+        if self.scales == of_kernel:
+            return True
+        wider, narrower = ("" if scales.endswith("_minimum") else scales for scales in (self.scales, of_kernel))
+        return wider in STEPS and narrower in STEPS and STEPS[wider] % STEPS[narrower] == 0
+
     def _fits_output(self, tile: Blockwise) -> bool:
         """Gates and what is gated start at whole chunks of 64."""
         return (self.d != "e4m3" or tile.quantizes) and (not self.gated or self.n % 128 == 0)
@@ -113,23 +158,28 @@ def candidates(problem: Problem, m: int) -> list[Choice]:
     """Every kernel that may compute the problem and is worth trying, with the options worth trying."""
     kernels = list(problem.kernels(m))
     separate = [Choice(SEPARATE)] if problem.fused else []
-    fast = [kernel for kernel in kernels if not isinstance(kernel.tile, AnyShape)]
-    fit = [kernel for kernel in fast if _fits(kernel.tile, m, problem.n)]
-    for group in (fit, fast, kernels):
-        if choices := [Choice(kernel.name, o) for kernel in group for o in _options(problem, kernel.tile, m)]:
-            return choices + separate
+    # Of those of one kind that fit, or else of all of them; the next kind is slower.
+    for kinds in ((Tile, Decode, Blockwise, MixedInput), (Sm80,), (AnyShape,)):
+        of_kind = [kernel for kernel in kernels if isinstance(kernel.tile, kinds)]
+        for group in ([kernel for kernel in of_kind if _fits(problem, kernel, m)], of_kind):
+            if choices := [Choice(kernel.name, o) for kernel in group for o in _options(problem, kernel.tile, m)]:
+                return choices + separate
     return separate
 
 
-def _fits(tile: Tiles, m: int, n: int) -> bool:
-    """Whether a tile is neither mostly padding nor one of very many along m."""
+def _fits(problem: Problem, kernel: Kernel, m: int) -> bool:
+    """Whether a tile is neither mostly padding nor one of very many along m, and scales are for as many k as may be."""
+    tile = kernel.tile
     if isinstance(tile, Tile):
         tile_m = tile.n if tile.swap else tile.m
         return tile_m <= max(64, 4 * m) and (m <= 8 * tile_m or tile_m >= 128)
     if isinstance(tile, Blockwise):
         return m > 16 and (tile.m == 64 or tile.m < 2 * m)
+    if isinstance(tile, (MixedInput, Sm80)):
+        fits = tile.tokens <= max(16, 2 * m) and (m <= 4 * tile.tokens or tile.tokens >= 128)
+        return fits and kernel.gemm.scales == problem.scales
     # A folded tile is for an n that gives each multiprocessor no more. With two or more it was never the fastest.
-    if isinstance(tile, Decode) and tile.folded and n > tile.rows * MULTIPROCESSORS:
+    if isinstance(tile, Decode) and tile.folded and problem.n > tile.rows * MULTIPROCESSORS:
         return False
     return isinstance(tile, Decode) and (m > tile.tokens // 2 or tile.tokens <= 8)
 
@@ -150,6 +200,16 @@ def _options(problem: Problem, tile: Tiles, m: int) -> list[Options]:
             splits = [s for s, clusters in CLUSTERS.items() if rows * columns <= clusters and problem.k >= s * 512]
             return [Options(split=s) for s in splits if s == 1 or (tile.splits and problem.d != "e4m3")] or [Options()]
         return [Options(swizzle=s) for s in (1, 2, 4, 8, 16) if s <= rows]
+    if isinstance(tile, MixedInput):
+        token_tiles = ceil(m / tile.tokens)
+        if not tile.splits or token_tiles > 2:
+            return [Options(swizzle=s) for s in (0, 1, 2, 4, 8) if s < token_tiles]
+        return [
+            Options(split, rows=rows)
+            for split, clusters in CLUSTERS.items()
+            if split == 1 or problem.k >= split * 256
+            for rows in sorted({0, _even_rows(problem.n * token_tiles, clusters, tile.rows, 16) % tile.rows})
+        ]
     if isinstance(tile, Tile):
         if tile.split:
             splits = [s for s in (2, 3, 4, 6, 8) if k_bytes % (16 * s) == 0 and k_bytes >= s * 512]
@@ -165,10 +225,10 @@ def _options(problem: Problem, tile: Tiles, m: int) -> list[Options]:
     return [Options()]
 
 
-def _even_rows(n: int, clusters: int) -> int:
-    """The rows of a decode tile, 64 or fewer, that give every cluster as many."""
-    rounds = ceil(n / (64 * clusters))
-    return ceil(n / (clusters * rounds) / 8) * 8
+def _even_rows(n: int, clusters: int, most: int = 64, step: int = 8) -> int:
+    """The rows of a weight's tile, a multiple of step up to most, that give every cluster as many."""
+    rounds = ceil(n / (most * clusters))
+    return ceil(n / (clusters * rounds) / step) * step
 
 
 def _blocks(problem: Problem, tile: Blockwise, m: int) -> tuple[int, int]:
@@ -186,8 +246,8 @@ def cost(problem: Problem, choice: Choice, m: int) -> float:
 
     The constants are fits to what tools/tune.py measured. They are there to rank kernels: on the 300 problems in BF16
     and FP8 of tuned/NVIDIA_H200.json the first of the ranking is 1.5 % slower than the fastest kernel in geometric
-    mean, on 600 with scales for blocks 0.7 %. On 120 more, to which nothing was fitted, it was 1.0 % slower, and 6 % at
-    most but for two folded tiles at a k that is no multiple of 128, which were 38 % and are now counted.
+    mean, on 600 with scales for blocks 0.7 %. On 240 more, to which nothing was fitted, it was 1.2 % slower, and 15 %
+    at most but where k is no multiple of 128: four of 36 such were 22 to 38 %, before what that costs was in here.
     """
     n, k, width = problem.n, problem.k, BYTES[problem.a]
     if choice.kernel == SEPARATE:
@@ -202,6 +262,20 @@ def cost(problem: Problem, choice: Choice, m: int) -> float:
         return 4 + max(memory, waves * 3 * 2 * 64 * 64 * k / (0.3 * 5.9e6), k * 0.02)
 
     split = max(1, choice.options.split)
+    if isinstance(tile, (MixedInput, Sm80)):
+        # Not fitted yet: rates of a multiprocessor, a µs.
+        hopper = isinstance(tile, MixedInput)
+        rows = choice.options.rows or tile.rows
+        tiles = ceil(n / rows) * ceil(m / tile.tokens)
+        memory = (n * k * BYTES[problem.b] + m * k * 2 + m * n * BYTES[problem.d]) / 4.35e6
+        memory += n * ceil(k / STEPS.get(problem.scales, 128)) * 2 / 4.35e6
+        of_mmas = 2 * rows * tile.tokens * k / (5.9e6 * (0.85 if hopper else 0.5))
+        of_values = rows * k / (40 * 1750)
+        from_l2 = (tile.tokens * 2 + rows * BYTES[problem.b]) * k / (64 * 1750)
+        work = ceil(tiles / CLUSTERS[split]) * max(of_mmas, of_values, from_l2) / split
+        exchange = 1.3 + 0.035 * tile.tokens if split > 1 else 0.0
+        return (2.0 if hopper else 4.0) + exchange + max(memory, work)
+
     if isinstance(tile, Decode):
         rows = choice.options.rows or tile.rows
         tiles = ceil(n / rows)
@@ -235,7 +309,8 @@ def cost(problem: Problem, choice: Choice, m: int) -> float:
         # and some more for each scale of b.
         elements = tile.m * tile.n / 128**2
         of_mmas = elements * {64: 0.54, 128: 0.378, 256: 0.401}[tile.m]
-        stage = max(0.092, (tile.m + tile.n) * 128 / 9.72e4, of_mmas)
+        of_operands = (tile.m + tile.n) * 128 / 9.72e4 * (1.15 if k % 128 else 1.0)  # rows lie across lines of L2
+        stage = max(0.092, of_operands, of_mmas)
         stage += 0.00446 * tile.n / gcd(tile.n, 128)
         work = waves * (ceil(ceil(k / 128) / split) * stage + (0.649 if tile.m == 256 else 0.991) * elements)
         if rows * columns * prod(tile.cluster) * split <= 100:  # too few multiprocessors for all of HBM's bandwidth
@@ -324,45 +399,57 @@ def explain(
     use_fast_accum: bool = True,
     scales: str = "",
     silu_and_mul: bool = False,
+    group_size: int = 128,
+    minimum: bool = False,
     device: str = H200,
 ) -> str:
     """The plan of a product's op for a weight of n rows and k columns, as text; with m, the row it takes.
 
     op: "mm", "scaled_mm", "scaled_mm_silu_and_mul" or, with or without silu_and_mul, "scaled_mm_quant". Where it says
     "separate", the sums are a launch of scaled_mm in float32, and what the op makes of them is another.
-    dtype: of a and b; by default BF16 for mm and e4m3 for the others, of which scaled_mm also takes int8. out_dtype: of
-    d, which for scaled_mm_quant is e4m3. scales: "block" if each 1 x 128 of a and 128 x 128 of the weight have a scale,
-    "group" if each 1 x 128 of both has; of FP8.
+    dtype: of a and b, or of w8a16_mm's weight, whose x is BF16; by default BF16 for mm and w4a16_mm, and e4m3 for the
+    others, of which scaled_mm and w8a16_mm also take int8. out_dtype: of d, which for scaled_mm_quant is e4m3. scales:
+    "block" if each 1 x 128 of a and 128 x 128 of the weight have a scale, "group" if each 1 x 128 of both has; of FP8,
+    and "block" also of w8a16_mm. group_size, minimum: of the W4Weight; zero points change nothing.
     """
     if op not in OPS:
         raise ValueError(f"explain: op is {op!r}; it must be {', '.join(OPS)}")
     if silu_and_mul and op != "scaled_mm_quant":
         raise ValueError(f"explain: silu_and_mul is True; for {op} it must be False")
-    gated = silu_and_mul or op == "scaled_mm_silu_and_mul"
+    gated = silu_and_mul or op.endswith("_silu_and_mul")
     if gated and n % 2:
         raise ValueError(f"explain: n is {n}; for gates and what is gated it must be even")
     for name, size in (("n", n), ("k", k), ("m", 1 if m is None else m)):
         if size < 1:
             raise ValueError(f"explain: {name} is {size}; it must be 1 or more")
-    dtype = dtype or (torch.bfloat16 if op == "mm" else torch.float8_e4m3fn)
+    product = next(each for each in PRODUCTS if op.startswith(each))
+    dtype = dtype or (torch.bfloat16 if product in ("mm", "w4a16_mm") else torch.float8_e4m3fn)
     for name, given, known in (
         ("dtype", dtype, OPS[op]),
         ("out_dtype", out_dtype, gemm.OUTPUT),
     ):
         if given not in known:
             raise ValueError(f"explain: {name} is {given}; it must be {', '.join(map(str, known))}")
-    if scales not in SCALES or (scales and dtype not in gemm.FP8):
-        allowed = ", ".join(map(repr, SCALES if dtype in gemm.FP8 else SCALES[:1]))
-        raise ValueError(f"explain: scales is {scales!r}; for {op} of {dtype} it must be {allowed}")
-    operand, d = DTYPES[dtype], "e4m3" if op == "scaled_mm_quant" else DTYPES[out_dtype]
+    allowed = SCALES[:2] if product == "w8a16_mm" else SCALES[: 3 if dtype in gemm.FP8 else 1]
+    if scales not in allowed:
+        must = ", ".join(map(repr, allowed))
+        raise ValueError(f"explain: scales is {scales!r}; for {op} of {dtype} it must be {must}")
+    a = b = DTYPES[dtype]
+    if product == "w4a16_mm":
+        group_size, _, _ = grouping("explain", group_size, k)
+        b, scales = "int4", gemm.group_of(k, group_size, minimum)
+    elif product == "w8a16_mm":
+        a = "bf16"
+    d = "e4m3" if op == "scaled_mm_quant" else DTYPES[out_dtype]
     problem = Problem(
-        "mm" if op == "mm" else "scaled_mm", operand, operand, d, n, k,
-        fast_accum=use_fast_accum and dtype in gemm.FP8 and not scales, scales=scales, gated=gated,
-        aligned=k * BYTES[operand] % 16 == 0, aligned_out=n // (1 + gated) * BYTES[d] % 16 == 0,
+        product, a, b, d, n, k,
+        fast_accum=product == "scaled_mm" and use_fast_accum and dtype in gemm.FP8 and not scales,
+        scales=scales, gated=gated, aligned=product[0] == "w" or k * BYTES[a] % 16 == 0,
+        aligned_out=n // (1 + gated) * BYTES[d] % 16 == 0,
     )  # fmt: skip
     measured = sorted(_tuned(problem, device))
     lines = [
-        f"{op} of {operand} to {problem.d}{f' with scales for each {scales}' * bool(scales)}, "
+        f"{op} of {a if a == b else f'{a} and {b}'} to {d}{f' with scales for each {scales}' * bool(scales)}, "
         f"n = {n}, k = {k} on {device}: "
         + (f"measured at m = {', '.join(map(str, measured))}" if measured else "by the cost model")
     ]
@@ -387,14 +474,22 @@ class _Tensor(ctypes.Structure):
     ]
 
 
-_TENSORS = ("a", "b", "scale_a", "scale_b", "bias", "zero_point_a", "sum_b", "residual", "out")
+_TENSORS = (
+    "a", "b", "scale_a", "scale_b", "bias", "zero_point_a", "sum_b", "residual", "zeros", "permutation", "out",
+)  # fmt: skip
+# What ops that are named for a weight call them.
+_NAMES = {
+    "w4a16_mm": {"a": "x", "b": "packed", "scale_b": "scales"},
+    "w8a16_mm": {"a": "x", "b": "w", "scale_b": "scale"},
+}
 
 
 class _Request(ctypes.Structure):
     _fields_ = [
         ("op", ctypes.c_char_p),
-        *((name, ctypes.c_int32) for name in ("scaled", "out_dtype", "fast_accum", "gated", "quantized")),
-        *((name, ctypes.c_int32) for name in ("aligned_operands", "aligned_out", "device")),
+        *((name, ctypes.c_int32) for name in ("product", "out_dtype", "fast_accum", "gated", "quantized")),
+        *((name, ctypes.c_int32) for name in ("aligned_operands", "aligned_out", "device", "minimum")),
+        *((name, ctypes.c_int64) for name in ("n", "k", "group_size")),
         *((name, _Tensor) for name in _TENSORS),
         ("kernel", ctypes.c_char_p),
     ]
@@ -416,7 +511,7 @@ _SCALAR_TYPES = {
     27: torch.uint16, 28: torch.uint32, 29: torch.uint64, 44: torch.float8_e8m0fnu, 45: torch.float4_e2m1fn_x2,
 }  # fmt: skip
 _KERNEL_TYPES = {
-    "": 0, "fp32": 1, "bf16": 2, "fp16": 3, "e4m3": 4, "e5m2": 5, "int8": 6, "int32": 7, "e8m0": 8,
+    "": 0, "fp32": 1, "bf16": 2, "fp16": 3, "e4m3": 4, "e5m2": 5, "int8": 6, "int32": 7, "e8m0": 8, "int4": 9,
 }  # fmt: skip
 
 
@@ -439,25 +534,35 @@ class _Described:
     def stride(self, dimension: int | None = None) -> Any:
         return self._stride if dimension is None else self._stride[dimension]
 
+    def is_contiguous(self) -> bool:
+        return torch.empty_strided(self.shape, self._stride, device="meta").is_contiguous()
+
 
 def _letter(unit_k: bool, unit_row: bool, if_k: str, if_row: str) -> str:
     return if_k if unit_k else if_row if unit_row else ""
 
 
-def _problem(request: _Request, a: Any, b: Any, dtype: torch.dtype, scales: str = "") -> tuple[Problem, int]:
+def _problem(request: _Request, a: Any, b: Any, dtype: Any, scales: str = "") -> tuple[Problem, int]:
     """The request as a Problem, and the layout's number in the dispatcher's key."""
-    (m, k), n = a.shape, b.shape[1]
-    a_letter = _letter(a.stride(1) == 1 or k == 1, a.stride(0) == 1 or m == 1, "t", "n")
-    b_letter = _letter(b.stride(0) == 1 or k == 1, b.stride(1) == 1 or n == 1, "n", "t")
-    number = {"t": 0, "n": 1, "": 9}[a_letter] * 16 + {"n": 0, "t": 1, "": 9}[b_letter]
+    product, layout, number = PRODUCTS[request.product], "tn", 0
+    if product == "w4a16_mm":
+        n, k, of_b = request.n, request.k, "int4"
+    elif product == "w8a16_mm":
+        (n, k), of_b = b.shape, DTYPES[b.dtype]
+    else:
+        (m, k), n, of_b = a.shape, b.shape[1], DTYPES[b.dtype]
+        a_letter = _letter(a.stride(1) == 1 or k == 1, a.stride(0) == 1 or m == 1, "t", "n")
+        b_letter = _letter(b.stride(0) == 1 or k == 1, b.stride(1) == 1 or n == 1, "n", "t")
+        layout = a_letter + b_letter if a_letter and b_letter else ""
+        number = {"t": 0, "n": 1, "": 9}[a_letter] * 16 + {"n": 0, "t": 1, "": 9}[b_letter]
     problem = Problem(
-        "scaled_mm" if request.scaled else "mm",
+        product,
         DTYPES[a.dtype],
-        DTYPES[b.dtype],
+        of_b,
         "e4m3" if request.quantized else DTYPES[dtype],
         n,
         k,
-        a_letter + b_letter if a_letter and b_letter else "",
+        layout,
         bool(request.fast_accum),
         scales,
         bool(request.gated),
@@ -467,47 +572,61 @@ def _problem(request: _Request, a: Any, b: Any, dtype: torch.dtype, scales: str 
     return problem, number
 
 
+def _scales(request: _Request, tensors: dict[str, Any]) -> str:
+    product, a, b, scale_b = PRODUCTS[request.product], tensors["a"], tensors["b"], tensors["scale_b"]
+    if product == "w4a16_mm":
+        return gemm.group_of(request.k, request.group_size, bool(request.minimum))
+    if product == "w8a16_mm":
+        n, k = b.shape
+        return gemm.blocks_of(n, k, scale_b)
+    if product == "mm" or a.dtype == torch.int8:
+        return ""
+    return gemm.scales_of(
+        a.shape[0], b.shape[1], b.shape[0], tensors["scale_a"], scale_b, tensors["residual"] is not None
+    )
+
+
 _lock = threading.Lock()
 _opened: set[str] = set()
 _dispatcher: ctypes.CDLL | None = None
 
 
 def _answer(request: _Request) -> None:
-    described = {
+    tensors = {
         name: _Described(getattr(request, name)) if getattr(request, name).present else None for name in _TENSORS
     }
-    a, b, scale_a, scale_b, bias, zero_point_a, sum_b, residual, out = described.values()
+    op, product = request.op.decode(), PRODUCTS[request.product]
+    kernel = None if request.kernel is None else request.kernel.decode()
     asked: Any = (
         None if request.out_dtype < 0 else _SCALAR_TYPES.get(request.out_dtype, f"ScalarType {request.out_dtype}")
     )
-    kernel = None if request.kernel is None else request.kernel.decode()
-    op = request.op.decode()
-    if op == "scaled_mm_quant":
-        dtype = torch.float32
-        gemm.check_scaled_mm_quant(a, b, scale_a, scale_b, bias, bool(request.gated), False, kernel)
-    elif op == "scaled_mm_silu_and_mul":
-        dtype = gemm.check_scaled_mm_silu_and_mul(a, b, scale_a, scale_b, bias, asked, kernel, out=out)
-    elif op == "scaled_mm":
-        dtype = gemm.check_scaled_mm(
-            a, b, scale_a, scale_b, bias, asked, bool(request.fast_accum), zero_point_a, sum_b, residual, kernel,
-            out=out,
-        )  # fmt: skip
-    else:
-        dtype = gemm.check_mm(a, b, bias, asked, kernel, out=out)
+    arguments: dict[str, Any] = {
+        "out_dtype": asked,
+        "use_fast_accum": bool(request.fast_accum),
+        "silu_and_mul": bool(request.gated),
+        "kernel_name": kernel,
+        "minimum": bool(request.minimum),
+        **{name: getattr(request, name) for name in ("n", "k", "group_size")},
+    }
+    described = {_NAMES.get(product, {}).get(name, name): tensor for name, tensor in tensors.items()}
+    check = getattr(gemm, f"check_{op}")
+    taken = inspect.signature(check).parameters
+    checked = check(**{name: value for name, value in {**arguments, **described}.items() if name in taken})
+    dtype = torch.float32 if op == "scaled_mm_quant" else checked  # of its sums, where they are separate
     gemm.check_memory(op, **described)
+    a, b = tensors["a"], tensors["b"]
     assert a is not None and b is not None and _dispatcher is not None
-    if torch.cuda.get_device_capability(request.device) != (9, 0):
+    m, scales = a.shape[0], _scales(request, tensors)
+    problem, layout = _problem(request, a, b, dtype, scales)
+    capability = torch.cuda.get_device_capability(request.device)
+    problem = replace(problem, hopper=capability == (9, 0))
+    if not problem.hopper and (capability[0] != 8 or not any(problem.kernels(m))):
         raise RuntimeError(
             f"{op}: the GPU is {torch.cuda.get_device_name(request.device)}, compute capability "
-            f"{'.'.join(map(str, torch.cuda.get_device_capability(request.device)))}; it must be 9.0 (H100, H200)"
+            f"{'.'.join(map(str, capability))}; it must be 9.0 (H100, H200)"
         )
-    m = a.shape[0]
-    if m == 0 or b.shape[1] == 0:
+    if m == 0 or problem.n == 0:
         return
-    scales = ""
-    if request.scaled and a.dtype != torch.int8:
-        scales = gemm.scales_of(m, b.shape[1], b.shape[0], scale_a, scale_b, residual is not None)
-    problem, layout = _problem(request, a, b, dtype, scales)
     if kernel is None:
         rows = plan(problem, torch.cuda.get_device_name(request.device))
     else:
@@ -524,7 +643,8 @@ def _answer(request: _Request) -> None:
         options = [getattr(row.choice.options, f.name) for f in fields(Options)]
         to.m_limit, to.kernel, to.options = row.m_limit, row.choice.kernel.encode(), _Options(*options)
     codes = (_KERNEL_TYPES[name] for name in (problem.a, problem.b, problem.d))
-    _dispatcher.cutegemm_add_plan(ctypes.byref(request), c_rows, len(rows), layout, SCALES.index(scales), *codes)
+    key = problem.n, problem.k, layout, SCALES.index(scales), *codes
+    _dispatcher.cutegemm_add_plan(ctypes.byref(request), c_rows, len(rows), *key)
     chosen = next(row.choice.kernel for row in rows if m <= row.m_limit)
     if chosen != SEPARATE:
         _open(chosen)

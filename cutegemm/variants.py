@@ -102,6 +102,44 @@ class Blockwise:
 
 
 @dataclass(frozen=True)
+class MixedInput:
+    """csrc/gemm_w4.cuh, for a weight of four bits: tiles of `rows` of it and `tokens` of x.
+
+    gated: as in Blockwise, and a tile has rows / 2 of gates and as many of what they gate.
+    """
+
+    rows: int
+    tokens: int
+    gated: bool = False
+
+    @property
+    def splits(self) -> bool:
+        return not self.gated and self.tokens <= 64
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.tokens}" + "_gated" * self.gated
+
+
+@dataclass(frozen=True)
+class Sm80:
+    """csrc/gemm_sm80.cuh, for a weight of four or eight bits: mma.sync and cp.async, which GPUs have from Ampere on.
+
+    A tile is up to `rows` of the weight and `tokens` of x. Where options don't say it, the launcher decides how many
+    rows, and how many parts of k, which a second launch adds.
+    """
+
+    rows: int
+    tokens: int
+
+    @property
+    def splits(self) -> bool:
+        return True
+
+    def __str__(self) -> str:
+        return f"sm80_{self.rows}x{self.tokens}"
+
+
+@dataclass(frozen=True)
 class AnyShape:
     """csrc/gemm_any.cuh: every size, stride and alignment, at mma.sync's speed."""
 
@@ -113,7 +151,11 @@ class AnyShape:
         return "any"
 
 
-Tiles = Tile | Decode | Blockwise | AnyShape
+Tiles = Tile | Decode | Blockwise | MixedInput | Sm80 | AnyShape
+
+# The scales of an INT4 weight, with how many k are summed before they are applied. Those of "group64" are for groups of
+# 64, 128 or any multiple of it, and for one of all k. "_minimum": zeros are minima, of groups of every size.
+STEPS = {"group32": 32, "group64": 64, "group128": 128, "group32_minimum": 32}
 
 
 @dataclass(frozen=True)
@@ -123,7 +165,7 @@ class Gemm:
     `a`, `b`, `d` are types by name; a kernel with `d` empty takes every type of d at launch. `layout` is BLAS's: a
     letter for a and one for b, t for row-major and n for column-major. "tn", the default, is a row-major a and the
     transposed view `w.t()` of a row-major weight. scales: "block" if each 128 k have scales of their own, which are
-    then no operands of the epilogue.
+    then no operands of the epilogue; of an INT4 b one of STEPS.
     """
 
     op: str
@@ -146,6 +188,10 @@ class Gemm:
     def accumulator(self) -> str:
         """The type of the tensor core's sums."""
         return "int32" if self.a == "int8" else "fp32"
+
+    @property
+    def minimum(self) -> bool:
+        return self.scales.endswith("_minimum")
 
 
 @dataclass(frozen=True)
@@ -269,6 +315,13 @@ INT8_WHOLE = (
     Tile(128, 192, 128, (2, 1), "cooperative"),
     Tile(256, 128, 128, (2, 1), "cooperative"),
 )
+MIXED_INPUT = (
+    *(MixedInput(128, tokens) for tokens in (8, 16, 32, 64, 128)),
+    *(MixedInput(64, tokens) for tokens in (8, 16, 32)),
+    *(MixedInput(128, tokens, gated=True) for tokens in (16, 64, 128)),
+)
+SM80_W4 = tuple(Sm80(rows, tokens) for rows in (64, 128) for tokens in (8, 16, 32, 64, 128))
+SM80_W8 = tuple(Sm80(rows, tokens) for rows in (64, 128) for tokens in (16, 64, 128))
 # Promotion keeps a second accumulator, so a warpgroup can hold 64 x 128 of it: 128 x 128 only in cooperation.
 FULL_WIDE = Tile(128, 128, 128, (2, 1), "cooperative")
 
@@ -335,7 +388,30 @@ def _scaled_mm_block() -> list[Gemm]:
     return [gemm("e4m3", *BLOCKWISE), gemm("e4m3", *DECODE, *DECODE_FOLDED), gemm("fp8", *ANY)]
 
 
-GEMMS: tuple[Gemm, ...] = (*_scaled_mm(), *_scaled_mm_block(), *_scaled_mm_int8(), *_mm())
+def _w4a16_mm() -> list[Gemm]:
+    def tiles(scales: str) -> tuple[Tiles, ...]:
+        """Those whose registers hold what a step takes: 32 k of x for Sm80, and beside a minimum the sums of x."""
+        widest = {"group32": (128, 32), "group32_minimum": (64, 32)}.get(scales, (128, 128))
+        mixed = tuple(tile for tile in MIXED_INPUT if tile.tokens <= widest[0])
+        return (*mixed, *(tile for tile in SM80_W4 if tile.tokens <= widest[1]))
+
+    return [
+        Gemm("w4a16_mm", a, "int4", "", "residual", tiles(scales), scales=scales)
+        for a in ("bf16", "fp16")
+        for scales in STEPS
+    ]
+
+
+def _w8a16_mm() -> list[Gemm]:
+    return [
+        Gemm("w8a16_mm", a, b, "", epilogue, SM80_W8, scales=scales)
+        for a in ("bf16", "fp16")
+        for b in ("e4m3", "int8")
+        for scales, epilogue in (("", "weight_scaled"), ("block", "residual"))
+    ]
+
+
+GEMMS: tuple[Gemm, ...] = (*_scaled_mm(), *_scaled_mm_block(), *_scaled_mm_int8(), *_mm(), *_w4a16_mm(), *_w8a16_mm())
 KERNELS: dict[str, Kernel] = {}
 for _gemm in GEMMS:
     for _tile in _gemm.tiles:
@@ -359,6 +435,9 @@ FAMILIES: dict[str, str] = {
     "universal_split_int8": "scaled_mm_int8_int8_128x128x128_2x1_pingpong_split",
     "decode_int8": "scaled_mm_int8_int8_decode16",
     "any_int8": "scaled_mm_int8_int8_any",
+    "mixed_input": "w4a16_mm_bf16_int4_group128_128x16",
+    "sm80_w4": "w4a16_mm_fp16_int4_group32_minimum_sm80_64x16",
+    "sm80_w8": "w8a16_mm_bf16_e4m3_sm80_128x64",
 }
 
 

@@ -15,8 +15,9 @@ from .asymmetric import asymmetric
 from .linear import linear
 from .residual import residual
 from .scaled import scaled
+from .weight_scaled import weight_scaled
 
-__all__ = ["EPILOGUES", "OPERANDS", "Operand", "asymmetric", "linear", "residual", "scaled"]
+__all__ = ["EPILOGUES", "OPERANDS", "Operand", "asymmetric", "linear", "residual", "scaled", "weight_scaled"]
 
 
 class Operand(NamedTuple):
@@ -33,4 +34,4 @@ OPERANDS = {
     "sum_b": Operand("n", 0),
 }
 
-EPILOGUES = {"asymmetric": asymmetric, "linear": linear, "residual": residual, "scaled": scaled}
+EPILOGUES = {function.__name__: function for function in (asymmetric, linear, residual, scaled, weight_scaled)}

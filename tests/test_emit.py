@@ -17,7 +17,18 @@ import pytest
 from cutegemm import library
 from cutegemm.epilogues import EPILOGUES, OPERANDS
 from cutegemm.tools import emit
-from cutegemm.variants import FAMILIES, GEMMS, KERNELS, AnyShape, Blockwise, Decode, Kernel, Tile
+from cutegemm.variants import (
+    FAMILIES,
+    GEMMS,
+    KERNELS,
+    AnyShape,
+    Blockwise,
+    Decode,
+    Kernel,
+    MixedInput,
+    Sm80,
+    Tile,
+)
 
 WHOLE = [name for name, kernel in KERNELS.items() if isinstance(kernel.tile, Tile) and not kernel.tile.split]
 
@@ -122,6 +133,8 @@ HEADERS = {
     Tile: "gemm_universal.cuh",
     Decode: "decode.cuh",
     Blockwise: "gemm_blockwise.cuh",
+    MixedInput: "gemm_w4.cuh",
+    Sm80: "gemm_sm80.cuh",
     AnyShape: "gemm_any.cuh",
 }
 
@@ -279,6 +292,21 @@ def test_evt_is_the_function_with_its_sides_swapped_where_the_operands_are(name:
     integers = ["minus", "multiplies"] if kernel.gemm.accumulator == "int32" else []
     assert [name for name, *types in inside if types == ["int32_t", "int32_t"]] == integers
     assert all(types == ["float", "float"] for _, *types in inside[: len(inside) - len(integers)])
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES.values() if name.startswith(("w4", "w8"))])
+def test_a_kernel_of_a_weight_has_the_members_of_its_declaration(name: str) -> None:
+    text, gemm, tile = emit.source(name), KERNELS[name].gemm, KERNELS[name].tile
+    assert isinstance(tile, (MixedInput, Sm80))
+    step = int(re.sub(r"\D", "", gemm.scales) or 128)
+    types = emit.CUDA_TYPES if isinstance(tile, Sm80) else emit.CPP_TYPES
+    assert f"  using Element = {types[gemm.a]};\n  using Formula = ::Formula;\n" in text
+    assert f"  static constexpr int kRows = {tile.rows}, kTokens = {tile.tokens}, kStep = {step};\n" in text
+    assert f"kMinimum = {str('minimum' in gemm.scales).lower()};" in text
+    if isinstance(tile, Sm80):
+        tags = {"int4": "Int4", "e4m3": "E4m3", "int8": "Int8"}
+        assert f"  using Weight = cutegemm::{tags[gemm.b]};\n" in text
+    assert f"cutegemm::{type(tile).__name__}<{name}>" in text
 
 
 def test_swap_exchanges_the_operands_alone() -> None:

@@ -880,10 +880,11 @@ def test_compiles_once_for_every_m(device: str, types: Any, with_out: bool) -> N
             assert counter.frame_count == 1, f"compiled again for m = {m}"
 
 
-# Every kernel by its name. Those for blocks of k are in test_gemm_blockwise.py.
+# Every kernel by its name. Those for blocks of k are in test_gemm_blockwise.py, those named for a weight in
+# test_gemm_w4.py.
 
 
-NAMES = [name for name, kernel in KERNELS.items() if not kernel.gemm.scales]
+NAMES = [name for name, kernel in KERNELS.items() if kernel.gemm.op in ("mm", "scaled_mm") and not kernel.gemm.scales]
 
 
 def dtypes_of(kernel: Kernel) -> tuple[torch.dtype, torch.dtype]:

@@ -118,6 +118,16 @@ def test_what_is_compiled_with(toolkit: Toolkit) -> None:
     assert "torch" not in kernel and "CUTLASS_ENABLE_GDC_FOR_SM90" in kernel
 
 
+def test_some_have_code_for_ampere_too(toolkit: Toolkit, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (place / "csrc/gather.cu").write_text("// gather\n")
+    monkeypatch.setitem(KERNELS, "of_ampere", '#include "gemm_sm80.cuh"\n')
+    library.build(["op", "gather", "gemm_small", "of_ampere"])
+    calls = (toolkit.root / "calls").read_text().splitlines()
+    both = {re.sub(r".* (\w+)\.so .*", r"\1", call): "arch=compute_80,code=sm_80" in call for call in calls}
+    assert both == {"op": False, "gather": True, "gemm_small": False, "of_ampere": True}
+    assert all("arch=compute_90a,code=sm_90a" in call for call in calls)
+
+
 @pytest.mark.parametrize("changed", ["op.cu", "outer.h", "inner.h", "unused.h"])
 def test_key_follows_the_sources(toolkit: Toolkit, place: Path, changed: str) -> None:
     before = library.op_library("op")
@@ -455,6 +465,12 @@ def test_another_gpu(loadable: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(RuntimeError, match=r"capability 9\.0 .*this machine has NVIDIA A100 \(8\.0\)"):
         library.load("op")
+    for family in ("gather", "gemm"):  # some of whose kernels are for it, which can't be chained
+        library._check_machine(family)
+    assert not library._chains()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    with pytest.raises(RuntimeError, match=r"capability 9\.0 .*this machine has NVIDIA A100 \(10\.0\)"):
+        library.load("gemm")
 
 
 def test_real_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

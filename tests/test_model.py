@@ -21,7 +21,7 @@ import cutegemm
 from cutegemm import demo, llama
 from cutegemm.__main__ import main
 from cutegemm.llama import Config, Llama, Tokenizer, fetch_smollm2, generate, load_gguf
-from cutegemm.nn import Fp8Linear, Linear, Quantized, RMSNorm, quantize_, silu_and_mul
+from cutegemm.nn import Fp8Linear, Linear, Quantized, RMSNorm, W4Linear, quantize_, silu_and_mul
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("tokenizers")
@@ -376,6 +376,45 @@ def test_fp8_linear(bias: bool):
     assert str(linear) == f"Fp8Linear(in_features=48, out_features=40, bias={bias})"
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_w4_linear(bias: bool):
+    torch.manual_seed(0)
+    source = nn.Linear(200, 40, bias, dtype=torch.bfloat16)
+    linear = W4Linear.from_linear(source, 64)
+    weight = cutegemm.dequantize_w4(cutegemm.quantize_w4(source.weight.detach(), 64))
+    x = torch.randn(3, 5, 200, dtype=torch.bfloat16)
+    exact = nn.functional.linear(x.float(), weight, source.bias.float() if bias else None)
+    torch.testing.assert_close(linear(x), exact.bfloat16(), rtol=2**-7, atol=1e-3)
+    assert torch.equal(linear(x[0, 0]), linear(x)[0, 0])
+    assert linear(x[:0]).shape == (0, 5, 40)
+    assert linear(x.half()).dtype == torch.float16
+    assert str(linear) == f"W4Linear(in_features=200, out_features=40, bias={bias})"
+    assert set(linear.state_dict()) == {"packed", "scales", *(["bias"] if bias else [])}
+    other = W4Linear.from_linear(nn.Linear(200, 40, bias, dtype=torch.bfloat16), 64)
+    other.load_state_dict(linear.state_dict())
+    assert torch.equal(other(x), linear(x))
+
+
+def test_w4_linear_of_every_form_keeps_its_weight_when_it_is_converted():
+    torch.manual_seed(0)
+    q, x = torch.randint(0, 16, (40, 200)), torch.randn(4, 200, dtype=torch.bfloat16)
+    scales, zeros = torch.rand(40, 4).half(), torch.rand(40, 4).half()
+    g_idx = (torch.arange(200) // 64)[torch.randperm(200)].int()
+    weights = [
+        cutegemm.pack_w4(q, scales, group_size=64),
+        cutegemm.pack_w4(q, scales, zeros.round(), 64, g_idx=g_idx),
+        cutegemm.pack_w4(q, scales, zeros, 64, minimum=True),
+    ]
+    for weight in weights:
+        linear = W4Linear(weight, torch.ones(40))
+        want = linear(x)
+        assert torch.equal(want, cutegemm.w4a16_mm(x, weight, torch.ones(40)))
+        moved = copy.deepcopy(linear).to(torch.bfloat16).float()
+        assert moved.scales.dtype == torch.float16
+        assert torch.equal(moved(x), want)
+        assert linear.to("meta").packed.dtype == torch.int32
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_what_comes_before_a_linear_is_made_as_it_takes_it(first: bool):
     torch.manual_seed(0)
@@ -443,6 +482,9 @@ def test_quantize_replaces_what_it_should():
     assert model.head.weight is model.embedding.weight
     assert type(model.other) is nn.modules.linear.NonDynamicallyQuantizableLinear
 
+    model = quantize_(Twice().to(torch.bfloat16), "w4")
+    assert (type(model.a), type(model.list[0]), type(model.head)) == (W4Linear, W4Linear, Linear)
+
     model = quantize_(Twice().to(torch.bfloat16), "bf16", skip=["list.*", "a"])
     assert type(model.a) is nn.Linear
     assert type(model.b) is Linear  # a name, not a module, is skipped
@@ -451,7 +493,7 @@ def test_quantize_replaces_what_it_should():
 
 
 def test_quantize_refuses():
-    with pytest.raises(ValueError, match="precision is 'int8'; it must be 'bf16' or 'fp8'"):
+    with pytest.raises(ValueError, match="precision is 'int8'; it must be 'bf16', 'fp8' or 'w4'"):
         quantize_(Twice(), "int8")
     with pytest.raises(ValueError, match="skip has 'haed'"):
         quantize_(Twice(), "fp8", skip=["haed"])

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from cutegemm import explain, gemm, library, plan
 from cutegemm.plan import NO_LIMIT, Choice, Options, Problem, candidates, choose
-from cutegemm.variants import DECLARED, KERNELS, SEPARATE, AnyShape, Blockwise, Decode
+from cutegemm.variants import DECLARED, KERNELS, SEPARATE, STEPS, AnyShape, Blockwise, Decode, MixedInput, Sm80
 
+HALF = ("bf16", "fp16")
 PAIRS = {
     "mm": [("bf16", "bf16"), ("fp16", "fp16")],
     "scaled_mm": [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2"), ("int8", "int8")],
@@ -39,6 +40,10 @@ def kinds() -> Iterator[dict[str, Any]]:
             yield kind
             if op == "scaled_mm" and pair != ("int8", "int8") and not kind["fast_accum"]:
                 yield from (kind | {"scales": scales} for scales in ("block", "group"))
+    weights = [("w4a16_mm", "int4", scales) for scales in STEPS]
+    weights += [("w8a16_mm", b, scales) for b in ("e4m3", "int8") for scales in ("", "block")]
+    for (op, b, scales), a, d, hopper in itertools.product(weights, HALF, (*HALF, "fp32"), (True, False)):
+        yield {"op": op, "a": a, "b": b, "d": d, "scales": scales, "hopper": hopper}
 
 
 KINDS = list(kinds())
@@ -118,13 +123,19 @@ def test_folded_tiles_are_for_whole_boxes_of_a_weight_that_fits_the_multiprocess
     assert folded in names(132 * 16, 4096) and folded not in names(132 * 16 + 1, 4096)
 
 
+def test_a_tail_of_k_makes_operands_cost_more() -> None:
+    problem = Problem("scaled_mm", "e4m3", "e4m3", "bf16", 4096, 10944, scales="block")
+    best = min(candidates(problem, 64), key=lambda choice: plan.cost(problem, choice, 64))
+    assert str(best) != "scaled_mm_e4m3_e4m3_block_64x32x128_1x1:split=1"  # measured: 22 % slower than the best
+
+
 @pytest.mark.parametrize("k", [16, 40, 77, 1000, 8208])
 def test_parts_of_k_are_whole_pieces_of_16_bytes(k: int) -> None:
     for kind, n, m in itertools.product(KINDS, (24, 4096), (1, 40, 1000)):
         problem = Problem(n=n, k=k, **kind)
         for choice in candidates(problem, m):
             kernel, split = KERNELS[choice.kernel], choice.options.split
-            if isinstance(kernel.tile, (Decode, Blockwise)):
+            if isinstance(kernel.tile, (Decode, Blockwise, MixedInput, Sm80)):
                 assert split in (0, 1, 2, 4, 8)
             elif split > 1:
                 assert k % split == 0 and k // split * plan.BYTES[problem.a] % 16 == 0
@@ -168,6 +179,59 @@ def test_fused_forms_are_separate_where_that_is_faster(table: dict[Any, Any]) ->
     table[of_wide] = {64: [SEPARATELY, fastest], 8192: [fastest, SEPARATELY, slower]}
     assert [row.choice for row in plan.plan(wide)] == [SEPARATELY, fastest]
     assert not PROBLEM.allows(SEPARATELY, 1)
+
+
+@pytest.mark.parametrize("scales", STEPS)
+@pytest.mark.parametrize("a", HALF)
+def test_four_bits_take_kernels_for_as_many_k_as_share_a_scale(a: str, scales: str) -> None:
+    for gated in (False, True):
+        problem = Problem("w4a16_mm", a, "int4", "bf16", 28672, 4096, scales=scales, gated=gated)
+        check(problem)
+        for m in (1, 40, 5000):
+            kernels = [KERNELS[c.kernel] for c in candidates(problem, m) if c != SEPARATELY]
+            assert kernels
+            for kernel in kernels:
+                assert kernel.gemm.scales == scales
+                assert isinstance(kernel.tile, MixedInput) and kernel.tile.gated == gated
+        names = {name for name, kernel in KERNELS.items() if problem.takes(kernel, 1)}
+        taken = {KERNELS[name].gemm.scales for name in names}
+        finer = {"group128": ("group128", "group64", "group32"), "group64": ("group64", "group32")}
+        assert taken == set(finer.get(scales, (scales,)))
+    # Halves of whole strips of 16 rows, or else sums, and another launch.
+    assert candidates(replace(problem, n=28672 - 16), 100) == [SEPARATELY]
+
+
+def test_what_hopper_has_and_what_ampere_has() -> None:
+    for op, b, scales in (("w4a16_mm", "int4", "group128"), ("w8a16_mm", "e4m3", ""), ("w8a16_mm", "int8", "block")):
+        problem = Problem(op, "bf16", b, "bf16", 4096, 4096, scales=scales)
+        four = op == "w4a16_mm"
+        of_hopper = MixedInput if four else Sm80
+        for other, kind in (({}, of_hopper), ({"k": 0}, of_hopper), ({"hopper": False}, Sm80)):
+            check(replace(problem, **other))
+            for row in plan.plan(replace(problem, **other)):
+                assert isinstance(KERNELS[row.choice.kernel].tile, kind)
+    assert not list(replace(PROBLEM, hopper=False).kernels(1))
+
+
+@pytest.mark.parametrize(
+    ("k", "group_size", "want"),
+    [
+        (4096, 128, "group128"),
+        (4096, 256, "group128"),
+        (4096, 64, "group64"),
+        (4096, 32, "group32"),
+        (4096, -1, "group128"),
+        (100, 100, "group128"),
+        (100, 128, "group128"),
+        (64, 64, "group128"),
+        (96, 64, "group64"),
+        (20, 32, "group128"),
+        (0, 1, "group128"),
+    ],
+)
+def test_groups_of_four_bit_weights(k: int, group_size: int, want: str) -> None:
+    assert gemm.group_of(k, group_size, False) == want
+    assert gemm.group_of(k, group_size, True) == "group32_minimum"
 
 
 def test_few_tokens_take_decode_and_many_take_tiles() -> None:
@@ -310,6 +374,22 @@ def test_explain_fused_forms() -> None:
     assert explain("scaled_mm_silu_and_mul", 8192, 4096).splitlines()[1:] == ["  m from 1             separate"]
 
 
+def test_explain_ops_named_for_a_weight() -> None:
+    text = explain("w4a16_mm", 4096, 4096)
+    assert text.startswith("w4a16_mm of bf16 and int4 to bf16 with scales for each group128, n = 4096, k = 4096 on ")
+    assert text == explain("w4a16_mm", 4096, 4096, group_size=-1) == explain("w4a16_mm", 4096, 4096, group_size=256)
+    assert "_fp16_int4_group32_minimum_" in explain("w4a16_mm", 64, 64, dtype=torch.float16, minimum=True)
+    assert "_int4_group32_128x" in explain("w4a16_mm", 4096, 4096, 100, group_size=32)
+    assert "_gated" in explain("w4a16_mm_silu_and_mul", 28672, 4096, 2048)
+    assert "w8a16_mm_bf16_e4m3_sm80_" in explain("w8a16_mm", 4096, 4096)
+    assert "w8a16_mm_bf16_int8_block_sm80_" in explain("w8a16_mm", 4096, 4096, dtype=torch.int8, scales="block")
+    for op, scales in (("w4a16_mm", "block"), ("w8a16_mm", "group")):
+        with pytest.raises(ValueError, match=f"^explain: scales is '{scales}'; for {op} of "):
+            explain(op, 64, 64, scales=scales)
+    with pytest.raises(ValueError, match=r"^explain: group_size is 48; it must be 32, 64, 128, 256 or -1"):
+        explain("w4a16_mm", 64, 64, group_size=48)
+
+
 def test_explain_refuses_what_no_op_takes() -> None:
     for op, dtype, scales in (("mm", None, "block"), ("scaled_mm", torch.int8, "group"), ("scaled_mm", None, "row")):
         with pytest.raises(ValueError, match=f"^explain: scales is '{scales}'; for {op} of "):
@@ -437,7 +517,7 @@ def described(x: torch.Tensor, cuda_index: int = 0) -> plan._Tensor:
 def ask(*, size: int = 4096, **request: Any) -> str:
     """What the dispatcher reads when it asks: "" or a sentence."""
     tensors = {name: described(x) for name, x in request.items() if isinstance(x, torch.Tensor)}
-    op = b"scaled_mm" if request.get("scaled") else b"mm"
+    op = plan.PRODUCTS[request.get("product", 0)].encode()
     rest = {"op": op, "out_dtype": -1, "aligned_operands": 1, "aligned_out": 1}
     text = ctypes.create_string_buffer(b"?" * size)
     status = plan._resolve(ctypes.byref(plan._Request(**(rest | request | tensors))), ctypes.addressof(text), size)
@@ -451,7 +531,7 @@ A, B = torch.empty(5, 1024, dtype=torch.bfloat16), torch.empty(512, 1024, dtype=
 def test_a_request_is_answered_with_the_plan(dispatcher: Dispatcher) -> None:
     assert ask(a=A, b=B) == ""
     assert dispatcher.rows == [(row.m_limit, *row.choice) for row in plan.plan(PROBLEM)]
-    assert dispatcher.key == (0, 0, 2, 2, 2)
+    assert dispatcher.key == (512, 1024, 0, 0, 2, 2, 2)
     assert dispatcher.opened == [choose(PROBLEM, 5).kernel]
 
 
@@ -473,7 +553,7 @@ def test_a_request_that_is_not_in_order_is_answered_with_the_sentence(dispatcher
     assert ask(a=A, b=B, out_dtype=3) == (
         "mm: out_dtype is torch.int32; it must be torch.bfloat16, torch.float16 or torch.float32"
     )
-    fp8 = {"a": A.to(torch.float8_e4m3fn), "b": B.to(torch.float8_e4m3fn), "scaled": 1, "scale_a": torch.ones(1)}
+    fp8 = {"a": A.to(torch.float8_e4m3fn), "b": B.to(torch.float8_e4m3fn), "product": 1, "scale_a": torch.ones(1)}
     assert ask(**fp8, scale_b=torch.ones(2)).startswith(
         "scaled_mm: scale_b is [2]; it must have one element, or be [512]"
     )
@@ -487,12 +567,12 @@ def test_a_request_that_is_not_in_order_is_answered_with_the_sentence(dispatcher
 
 def test_a_request_with_a_zero_point(dispatcher: Dispatcher) -> None:
     ones = torch.ones(1)
-    int8 = {"a": A.to(torch.int8), "b": B.to(torch.int8), "scaled": 1, "scale_a": ones, "scale_b": ones}
+    int8 = {"a": A.to(torch.int8), "b": B.to(torch.int8), "product": 1, "scale_a": ones, "scale_b": ones}
     points, sums = torch.zeros(5, 1, dtype=torch.int32), torch.zeros(512, dtype=torch.int32)
     assert ask(**int8, zero_point_a=points, sum_b=sums) == ""
     problem = Problem("scaled_mm", "int8", "int8", "bf16", 512, 1024)
     assert dispatcher.rows == [(row.m_limit, *row.choice) for row in plan.plan(problem)]
-    assert dispatcher.key == (0, 0, 6, 6, 2)
+    assert dispatcher.key == (512, 1024, 0, 0, 6, 6, 2)
     assert ask(**int8, zero_point_a=points) == "scaled_mm: sum_b is None; it must be given where zero_point_a is"
     assert ask(**int8, zero_point_a=points[1:], sum_b=sums).startswith("scaled_mm: zero_point_a is [4, 1]; it must")
 
@@ -503,11 +583,11 @@ def test_a_request_with_scales_for_blocks(dispatcher: Dispatcher, rows: int, num
         "a": torch.zeros(5, 512, dtype=torch.float8_e4m3fn),
         "b": torch.zeros(130, 512, dtype=torch.float8_e4m3fn).t(),
     }
-    how = {"scaled": 1, "scale_a": torch.ones(4, 5).t(), "scale_b": torch.ones(rows, 4)}
+    how = {"product": 1, "scale_a": torch.ones(4, 5).t(), "scale_b": torch.ones(rows, 4)}
     problem = Problem("scaled_mm", "e4m3", "e4m3", "bf16", 130, 512, scales=scales)
     assert ask(**fp8, **how, residual=torch.zeros(5, 130)) == ""
     assert dispatcher.rows == [(row.m_limit, *row.choice) for row in plan.plan(problem)]
-    assert dispatcher.key == (0, number, 4, 4, 2)
+    assert dispatcher.key == (130, 512, 0, number, 4, 4, 2)
     assert ask(**fp8, **how, residual=torch.zeros(5, 131)).startswith("scaled_mm: residual is [5, 131]; it must")
     if scales == "block":
         whole = {**fp8, "b": torch.zeros(256, 512, dtype=torch.float8_e4m3fn).t()}
@@ -523,15 +603,98 @@ def test_a_request_with_scales_for_blocks(dispatcher: Dispatcher, rows: int, num
 @pytest.mark.parametrize("op", ["scaled_mm_silu_and_mul", "scaled_mm_quant"])
 def test_a_request_for_the_sums_of_another_op(dispatcher: Dispatcher, op: str) -> None:
     fp8 = {"a": A.to(torch.float8_e4m3fn), "b": B.to(torch.float8_e4m3fn)}
-    how = {"op": op.encode(), "scaled": 1, "out_dtype": 6, "scale_a": torch.ones(1), "scale_b": torch.ones(1)}
+    how = {"op": op.encode(), "product": 1, "out_dtype": 6, "scale_a": torch.ones(1), "scale_b": torch.ones(1)}
     assert ask(**fp8, **how) == ""
-    assert dispatcher.key == (0, 0, 4, 4, 1)
+    assert dispatcher.key == (512, 1024, 0, 0, 4, 4, 1)
     assert ask(**fp8, **how, kernel=b"fast").startswith(f"{op}: kernel is 'fast', which is not a kernel of scaled_mm; ")
     assert ask(**fp8, **how, gated=1, kernel=b"separate") == ""
     assert dispatcher.rows == [(NO_LIMIT, *SEPARATELY)]
     assert dispatcher.opened == [choose(Problem("scaled_mm", "e4m3", "e4m3", "fp32", 512, 1024), 5).kernel]
     name = b"scaled_mm_e4m3_e4m3_block_64x256x128_1x1_gated"
     assert ask(**fp8, **how, gated=1, kernel=name).startswith(f"{op}: kernel {name.decode()} does not take m = 5, ")
+
+
+X = torch.empty(5, 200, dtype=torch.float16)
+
+
+def packed_request(group_size: int = 64, groups: int = 4) -> dict[str, Any]:
+    """Of w4a16_mm with a weight of [130, 200]."""
+    packed = torch.empty(12, 4, 32, 4, dtype=torch.int32)
+    sizes = {"n": 130, "k": 200, "group_size": group_size}
+    return {"product": 2, "a": X, "b": packed, "scale_b": torch.empty(12, groups, 16), **sizes}
+
+
+def test_a_request_with_a_packed_weight(dispatcher: Dispatcher) -> None:
+    assert ask(**packed_request()) == ""
+    problem = Problem("w4a16_mm", "fp16", "int4", "fp16", 130, 200, scales="group64")
+    assert dispatcher.rows == [(row.m_limit, *row.choice) for row in plan.plan(problem)]
+    assert dispatcher.key == (130, 200, 0, plan.SCALES.index("group64"), 3, 9, 3)
+    zeros, residual = torch.empty(12, 4, 16), torch.empty(5, 130, dtype=torch.bfloat16)
+    permutation = torch.empty(200, dtype=torch.int32)
+    rest = {"zeros": zeros, "residual": residual, "permutation": permutation, "bias": torch.empty(130)}
+    assert ask(**packed_request(), **rest, minimum=1, out_dtype=6) == ""
+    assert dispatcher.key == (130, 200, 0, plan.SCALES.index("group32_minimum"), 3, 9, 1)
+    assert ask(**packed_request(-1, 1), op=b"w4a16_mm_silu_and_mul", gated=1) == ""
+    gated = replace(problem, scales="group128", gated=True)
+    assert dispatcher.rows == [(row.m_limit, *row.choice) for row in plan.plan(gated)]
+    name = b"w4a16_mm_fp16_int4_group32_64x8"
+    assert ask(**packed_request(), kernel=name + b":split=2") == ""
+    assert dispatcher.rows == [(NO_LIMIT, name.decode(), Options(split=2))]
+    assert ask(**packed_request(-1, 1), minimum=1, kernel=name) == "w4a16_mm: zeros is None; it must be given"
+    assert ask(**packed_request(), **rest, minimum=1, kernel=name).startswith(
+        f"w4a16_mm: kernel {name.decode()} does not take m = 5, n = 130, k = 200 of fp16 and int4 to fp16 in layout tn"
+    )
+
+
+def test_what_a_packed_weight_is_refused_for(dispatcher: Dispatcher) -> None:
+    right = packed_request()
+    assert ask(**right | {"a": X[:, 1:]}) == (
+        "w4a16_mm: x is [5, 199] and w is [130, 200]; the k of x, 199, must be the k of w, 200"
+    )
+    assert ask(**right | {"b": right["b"][:8]}) == "w4a16_mm: packed is [8, 4, 32, 4]; it must be [12, 4, 32, 4]"
+    every_second = torch.empty(24, 4, 32, 4, dtype=torch.int32)[::2]
+    assert ask(**right | {"b": every_second}) == (
+        "w4a16_mm: packed has the strides [1024, 128, 4, 1]; it must be contiguous"
+    )
+    assert ask(**right | {"n": 131}, op=b"w4a16_mm_silu_and_mul", gated=1) == (
+        "w4a16_mm_silu_and_mul: w is [131, 200]; its n must be even, a gate for each value"
+    )
+    out = torch.empty(5, 130, dtype=torch.float16)
+    x_of_out = out.flatten()[:600].view(3, 200)
+    assert ask(**right | {"a": x_of_out}, out=out[:3]) == (
+        "w4a16_mm: out lies in the memory of x; it must not, since x is read while it is written"
+    )
+    assert dispatcher.rows == []
+
+
+@pytest.mark.parametrize(("shape", "scales"), [((1,), ""), ((130, 1), ""), ((2, 2), "block")])
+def test_a_request_with_a_weight_of_eight_bits(dispatcher: Dispatcher, shape: tuple[int, ...], scales: str) -> None:
+    w = torch.empty(130, 256, dtype=torch.int8)[:, :200]
+    right = {"product": 3, "a": X, "b": w, "scale_b": torch.empty(shape)}
+    assert ask(**right) == ""
+    problem = Problem("w8a16_mm", "fp16", "int8", "fp16", 130, 200, scales=scales)
+    assert dispatcher.rows == [(row.m_limit, *row.choice) for row in plan.plan(problem)]
+    assert dispatcher.key == (130, 200, 0, plan.SCALES.index(scales), 3, 6, 3)
+    assert ask(**right | {"b": w.t()}) == (
+        "w8a16_mm: w has the strides [1, 256]; its last dimension must have stride one"
+    )
+
+
+def test_on_ampere_there_are_kernels_for_weights(dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability in ((8, 0), (8, 6), (8, 9)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        for request in (packed_request(), {"product": 3, "a": X, "b": X.to(torch.int8), "scale_b": torch.ones(1)}):
+            dispatcher.rows = []
+            assert ask(**request) == ""
+            assert dispatcher.rows and all("_sm80_" in name for _, name, _ in dispatcher.rows)
+        refused = [{"a": A, "b": B}, packed_request() | {"op": b"w4a16_mm_silu_and_mul", "gated": 1}]
+        for request in refused:
+            assert ask(**request).endswith("it must be 9.0 (H100, H200)")
+    for capability in ((7, 5), (10, 0), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        assert ask(**packed_request()).endswith(
+            f"compute capability {capability[0]}.{capability[1]}; it must be 9.0 (H100, H200)"
+        )
 
 
 def test_an_op_without_a_fused_form_has_nothing_to_separate(dispatcher: Dispatcher) -> None:

@@ -9,7 +9,20 @@ import re
 import pytest
 
 from cutegemm.plan import BYTES, Problem
-from cutegemm.variants import FAMILIES, GEMMS, KERNELS, AnyShape, Blockwise, Decode, Gemm, Kernel, Tile
+from cutegemm.variants import (
+    FAMILIES,
+    GEMMS,
+    KERNELS,
+    STEPS,
+    AnyShape,
+    Blockwise,
+    Decode,
+    Gemm,
+    Kernel,
+    MixedInput,
+    Sm80,
+    Tile,
+)
 
 SHARED_MEMORY = 227 * 1024  # of one CTA on Hopper
 TILES = {name: kernel for name, kernel in KERNELS.items() if isinstance(kernel.tile, Tile)}
@@ -51,6 +64,13 @@ def test_every_field_is_in_the_name() -> None:
         Blockwise(128, 128, (1, 2)),
         Blockwise(128, 128, columns=True),
         Blockwise(128, 128, gated=True),
+        MixedInput(128, 16),
+        MixedInput(64, 16),
+        MixedInput(128, 64),
+        MixedInput(128, 64, gated=True),
+        Sm80(128, 16),
+        Sm80(64, 16),
+        Sm80(128, 64),
         AnyShape(),
     ]
     gemm = Gemm("mm", "bf16", "bf16", "bf16", "linear", (tile,))
@@ -98,7 +118,7 @@ def test_one_kernel_of_each_kind_is_in_families() -> None:
         return Tile, tile.swap, tile.split, tile.schedule == "warpspecialized"
 
     kinds = {kind(KERNELS[name]) for name in FAMILIES.values()}
-    assert {each[0] for each in kinds} == {Tile, Decode, Blockwise, AnyShape}
+    assert {each[0] for each in kinds} == {Tile, Decode, Blockwise, MixedInput, Sm80, AnyShape}
     assert {each[1:3] for each in kinds} >= {(False, False), (True, False), (True, True)}
     assert {each[3] for each in kinds} == {False, True}
 
@@ -190,7 +210,39 @@ def takes(name: str, **other: object) -> bool:
     return Problem(**problem).takes(KERNELS[name], m)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", [name for name, kernel in KERNELS.items() if kernel.gemm.a != "fp8"])
+OF_WEIGHTS = [name for name, kernel in KERNELS.items() if isinstance(kernel.tile, (MixedInput, Sm80))]
+
+
+@pytest.mark.parametrize("name", OF_WEIGHTS)
+def test_tiles_of_weights_are_those_of_their_kernels(name: str) -> None:
+    gemm, tile = KERNELS[name].gemm, KERNELS[name].tile
+    assert isinstance(tile, (MixedInput, Sm80))
+    assert (gemm.layout, gemm.d, gemm.b == "int4") == ("tn", "", gemm.scales in STEPS)
+    assert tile.rows in (64, 128)
+    assert tile.tokens % 8 == 0 and tile.tokens <= 128
+
+
+@pytest.mark.parametrize("name", OF_WEIGHTS)
+def test_a_kernel_of_a_weight_takes_its_own_problem_and_no_other(name: str) -> None:
+    gemm, tile = KERNELS[name].gemm, KERNELS[name].tile
+    gated, hopper = getattr(tile, "gated", False), isinstance(tile, MixedInput)
+    assert takes(name) and takes(name, m=2**20) and takes(name, aligned_out=False)
+    assert not any(takes(name, op=op) for op in ("mm", "scaled_mm", "w8a16_mm", "w4a16_mm") if op != gemm.op)
+    assert not takes(name, a="fp16" if gemm.a == "bf16" else "bf16")
+    assert not takes(name, b="e4m3" if gemm.b == "int8" else "int8")
+    assert not takes(name, gated=not gated)
+    assert takes(name, hopper=False) == (not hopper) and takes(name, k=0)
+    assert takes(name, n=112) == takes(name, n=50) == (not gated)
+    for d in ("bf16", "fp16", "fp32"):
+        assert takes(name, d=d)
+    narrower = {"group32": ("group64", "group128"), "group64": ("group128",)}.get(gemm.scales, ())
+    for scales in ("", "block", "group", *STEPS):
+        assert takes(name, scales=scales) == (scales in (gemm.scales, *narrower))
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, kernel in KERNELS.items() if kernel.gemm.a != "fp8" and name not in OF_WEIGHTS]
+)
 def test_takes_its_own_problem_and_no_other(name: str) -> None:
     kernel, gemm, tile = KERNELS[name], KERNELS[name].gemm, KERNELS[name].tile
     shapeless = isinstance(tile, AnyShape)

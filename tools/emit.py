@@ -24,7 +24,7 @@ from itertools import groupby
 from pathlib import Path
 
 from cutegemm.epilogues import EPILOGUES, OPERANDS
-from cutegemm.variants import FAMILIES, KERNELS, AnyShape, Blockwise, Decode, Kernel, Tile
+from cutegemm.variants import FAMILIES, KERNELS, STEPS, AnyShape, Blockwise, Decode, Kernel, MixedInput, Sm80, Tile
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "golden"
@@ -333,18 +333,53 @@ CUTEGEMM_KERNEL_FILE("{kernel.name}", cutegemm::Blockwise<{kernel.name}>)
 """
 
 
+CUDA_TYPES = {"bf16": "__nv_bfloat16", "fp16": "__half", "fp8": "__nv_fp8_storage_t", "int8": "int8_t"}
+
+
+def _of_weight(kernel: Kernel, tile: MixedInput | Sm80, header: str, element: str, member: str) -> str:
+    """Of a kernel whose a has 16 bits and whose weight has fewer."""
+    gemm = kernel.gemm
+    return f"""\
+#include "{header}"
+
+{formula(gemm.epilogue, gemm.accumulator)}
+struct {kernel.name} {{
+  using Element = {element};
+  using Formula = ::Formula;
+  {member}
+  static constexpr int kRows = {tile.rows}, kTokens = {tile.tokens}, kStep = {STEPS.get(gemm.scales, 128)};
+  static constexpr bool kMinimum = {_true(gemm.minimum)};
+}};
+
+CUTEGEMM_KERNEL_FILE("{kernel.name}", cutegemm::{type(tile).__name__}<{kernel.name}>)
+"""
+
+
+def mixed_input(kernel: Kernel) -> str:
+    tile = kernel.tile
+    assert isinstance(tile, MixedInput)
+    gated = f"static constexpr bool kGated = {_true(tile.gated)};"
+    return _shapes(tile.tokens) + _of_weight(kernel, tile, "gemm_w4.cuh", CPP_TYPES[kernel.gemm.a], gated)
+
+
+def sm80(kernel: Kernel) -> str:
+    tile = kernel.tile
+    assert isinstance(tile, Sm80)
+    weight = f"using Weight = cutegemm::{kernel.gemm.b.capitalize()};"
+    return _of_weight(kernel, tile, "gemm_sm80.cuh", CUDA_TYPES[kernel.gemm.a], weight)
+
+
 def _true(condition: object) -> str:
     return "true" if condition else "false"
 
 
 def any_shape(kernel: Kernel) -> str:
     gemm = kernel.gemm
-    operand = {"bf16": "__nv_bfloat16", "fp16": "__half", "fp8": "__nv_fp8_storage_t", "int8": "int8_t"}[gemm.a]
     return f"""\
 #include "gemm_any.cuh"
 
 {formula(gemm.epilogue, gemm.accumulator)}
-CUTEGEMM_KERNEL_FILE("{kernel.name}", cutegemm::any::AnyShape<{operand}, {_true(gemm.scales)}, Formula>)
+CUTEGEMM_KERNEL_FILE("{kernel.name}", cutegemm::any::AnyShape<{CUDA_TYPES[gemm.a]}, {_true(gemm.scales)}, Formula>)
 """
 
 
@@ -353,7 +388,14 @@ def source(name: str) -> str:
     kernel = KERNELS.get(name)
     if kernel is None:
         raise ValueError(f"emit: {name!r} is not a declared kernel; `python tools/emit.py --list` prints them")
-    emitters = {Tile: universal, Decode: decode, Blockwise: blockwise, AnyShape: any_shape}
+    emitters = {
+        Tile: universal,
+        Decode: decode,
+        Blockwise: blockwise,
+        MixedInput: mixed_input,
+        Sm80: sm80,
+        AnyShape: any_shape,
+    }
     return f"// Emitted by tools/emit.py from cutegemm/variants.py.\n{emitters[type(kernel.tile)](kernel)}"
 
 
