@@ -983,13 +983,8 @@ def test_kernel_is_exact(name: str) -> None:
         dtype = outputs_of(kernel)[i % len(outputs_of(kernel))]
         scales, bias = ("vectors", "vectors", "one")[i % 3], (FP32, BF16, None, FP16)[i % 4]
         product = make_for(kernel, m, n, k, scales=scales, bias=bias, zero_point=i % 5 != 1, seed=i)
-        places = places_of(kernel, m, n, dtype) if m * n < 2**16 else {"padded": outs(m, n, dtype, "cuda")["padded"]}
-        want = product.exact(dtype)
-        for place, (out, check) in places.items():
-            with product.unchanged():
-                product(out=out, kernel=f"{name}:{options}")
-            assert first_mismatches(out, want) == "", f"m={m} n={n} k={k} {options}, {place} out, {dtype}"
-            check()
+        places, want = places_of(kernel, m, n, dtype), product.exact(dtype)
+        check_in_every_place(product, product, want, f"{name}:{options}", f"m={m} n={n} k={k}", places)
 
 
 def fp8_bound(product: Product, dtype: torch.dtype, every: int) -> Tensor:
@@ -1035,10 +1030,7 @@ def test_kernel_keeps_its_bound_and_its_bits(name: str) -> None:
             every = k + -k % 32 if kernel.gemm.fast_accum else 128
             bound = fp8_bound(product, dtype, every)
         assert first_mismatches(out, reference, bound) == "", dtype
-        first = out.clone()
-        for _ in range(20):
-            product(out=out.fill_(math.nan), kernel=options)
-            assert torch.equal(out, first)
+        check_bits(product, out, options)
 
 
 @pytest.mark.gpu
@@ -1060,6 +1052,32 @@ def test_kernel_error_over_a_long_k(name: str) -> None:
 
 
 # Chains: what each kernel before wrote must be read, though this one starts before that one has ended
+
+
+def check_in_every_place(
+    call: Callable[..., Any],
+    product: Product,
+    want: Tensor,
+    choice: str,
+    what: str,
+    places: dict[str, tuple[Tensor, Callable[[], None]]] | None = None,
+) -> None:
+    """Calls with every kind of `out`, of a large one with one kind: it gets what it should and nothing else changes."""
+    for place, (out, check) in (places or outs(*want.shape, want.dtype, "cuda")).items():
+        if want.numel() >= 2**16 and place != "padded":
+            continue
+        with product.unchanged():
+            call(out=out, kernel=choice)
+        assert first_mismatches(out, want) == "", f"{what} {choice}, {place} out, {want.dtype}"
+        check()
+
+
+def check_bits(call: Callable[..., Any], out: Tensor, choice: str) -> None:
+    """Whether a call gives the bits that `out` has again and again."""
+    first = out.clone()
+    for _ in range(20):
+        call(out=out.fill_(math.nan), kernel=choice)
+        assert torch.equal(out, first)
 
 
 def replayed(steps: Callable[[], list[Tensor]]) -> list[Tensor]:

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,8 @@ from test_gemm import (
     Spec,
     as_taken,
     at_most,
+    check_bits,
+    check_in_every_place,
     fp8_bound,
     make_product,
     outs,
@@ -1253,13 +1256,7 @@ def test_kernel_is_exact(name: str) -> None:
         want = product.exact(dtype)
         for scale_a in (product.rest["scale_a"], side_by_side(product.rest["scale_a"])):
             product.rest["scale_a"] = scale_a
-            for place, (out, check) in outs(m, n, dtype, "cuda").items():
-                if m * n >= 2**16 and place != "padded":
-                    continue
-                with product.unchanged():
-                    product(out=out, kernel=f"{name}:{options}")
-                assert first_mismatches(out, want) == "", f"m={m} n={n} k={k} {options}, {place} out, {dtype}"
-                check()
+            check_in_every_place(product, product, want, f"{name}:{options}", f"m={m} n={n} k={k}")
 
 
 @pytest.mark.gpu
@@ -1276,10 +1273,7 @@ def test_kernel_keeps_its_bound_and_its_bits(name: str) -> None:
             out = outs(m, 208, dtype, "cuda")["padded"][0]
             product(out=out, kernel=options)
             assert mismatches(out, gemm_reference(*product.float64()), error_bound(product, dtype)) == "", dtype
-            first = out.clone()
-            for _ in range(20):
-                product(out=out.fill_(math.nan), kernel=options)
-                assert torch.equal(out, first)
+            check_bits(product, out, options)
 
 
 @pytest.mark.gpu
@@ -1366,13 +1360,13 @@ def test_gated_kernel_is_exact_where_silu_is(name: str) -> None:
         if i % 2 == 0:
             product.rest["scale_a"] = side_by_side(product.rest["scale_a"])
         want, dtype = saturated(product), OUTPUT[i % 3]
-        for place, (out, check) in outs(m, whole(n) // 2, dtype, "cuda").items():
-            if m * n >= 2**16 and place != "padded":
-                continue
-            with product.unchanged():
-                fused(scaled_mm_silu_and_mul, product, out=out, kernel=f"{name}:{options}")
-            assert first_mismatches(out, want.to(dtype)) == "", f"m={m} n={n} k={k} {options}, {place} out, {dtype}"
-            check()
+        check_in_every_place(
+            partial(fused, scaled_mm_silu_and_mul, product),
+            product,
+            want.to(dtype),
+            f"{name}:{options}",
+            f"m={m} n={n} k={k}",
+        )
 
 
 @pytest.mark.gpu

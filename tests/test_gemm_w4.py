@@ -15,7 +15,16 @@ from typing import Any
 
 import pytest
 import torch
-from test_gemm import Product, Spec, outs, replayed, views_of, views_of_vector
+from test_gemm import (
+    Product,
+    Spec,
+    check_bits,
+    check_in_every_place,
+    outs,
+    replayed,
+    views_of,
+    views_of_vector,
+)
 from test_gemm_blockwise import saturate, saturated
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -925,13 +934,7 @@ def test_kernel_is_exact(name: str) -> None:
         want, x = product.exact(dtype), product.a
         for pitched in (x, padded(x, (k // 8 + 2) * 8, fill=NAN)):
             product.a = pitched
-            for place, (out, check) in outs(m, n, dtype, "cuda").items():
-                if m * n >= 2**16 and place != "padded":
-                    continue
-                with product.unchanged():
-                    product(out=out, kernel=f"{name}:{options}")
-                assert first_mismatches(out, want) == "", f"m={m} n={n} k={k} {options}, {place} out, {dtype}"
-                check()
+            check_in_every_place(product, product, want, f"{name}:{options}", f"m={m} n={n} k={k}")
 
 
 @pytest.mark.gpu
@@ -948,10 +951,7 @@ def test_kernel_keeps_its_bound_and_its_bits(name: str) -> None:
             limit = torch.finfo(dtype).max
             reference = gemm_reference(*product.float64()).clamp(-limit, limit)
             assert first_mismatches(out.double().clamp(-limit, limit), reference, product.bound(dtype)) == "", dtype
-            first = out.clone()
-            for _ in range(20):
-                product(out=out.fill_(NAN), kernel=options)
-                assert torch.equal(out, first)
+            check_bits(product, out, options)
 
 
 @pytest.mark.gpu
@@ -1055,13 +1055,7 @@ def test_gated_kernel_is_exact_where_silu_is(name: str) -> None:
         product = make_for(KERNELS[name], m, n, k, i, bias=FP32)
         saturate(product)
         want = saturated(product)
-        for place, (out, check) in outs(m, n // 2, dtype, "cuda").items():
-            if m * n >= 2**16 and place != "padded":
-                continue
-            with product.unchanged():
-                product.gated(out=out, kernel=f"{name}:{options}")
-            assert first_mismatches(out, want.to(dtype)) == "", f"m={m} n={n} k={k} {options}, {place} out, {dtype}"
-            check()
+        check_in_every_place(product.gated, product, want.to(dtype), f"{name}:{options}", f"m={m} n={n} k={k}")
 
 
 @pytest.mark.gpu
