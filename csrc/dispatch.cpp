@@ -195,6 +195,8 @@ bool is_output_type(ScalarType t) {
 // What scales are for, as Key::scales and gemm.py's scales_of have it: all of k, or blocks of 128 k, and of b the
 // blocks of 128 columns, or columns. Then, of an INT4 weight, what its group_of has: so many k.
 enum Scales : uint8_t { kOfAllK, kOfBlocks, kOfGroups, kOf32, kOf64, kOf128, kOf32Minimum };
+// What is added to one of the last four where scales have another type than x: not all kernels take them.
+constexpr int kOtherType = 4;
 
 bool is_exponent(ScalarType t) { return t == ScalarType::Float8_e8m0fnu || t == ScalarType::Byte; }
 
@@ -283,7 +285,8 @@ bool read_packed(const Problem& p, cutegemm_call& call, Scales& scales) {
   call.groups = {p.scale_b->data_ptr(), w.zeros ? w.zeros->data_ptr() : nullptr, kernel_dtype(type), int32_t(size),
                  w.minimum};
   auto const wide = [&](int64_t step) { return size >= k || size % step == 0; };
-  scales = w.minimum ? kOf32Minimum : wide(128) ? kOf128 : wide(64) ? kOf64 : kOf32;
+  int const of_steps = w.minimum ? kOf32Minimum : wide(128) ? kOf128 : wide(64) ? kOf64 : kOf32;
+  scales = Scales(of_steps + (type == scalar_type(p.a) ? 0 : kOtherType));
   return true;
 }
 

@@ -1,19 +1,20 @@
-// The GEMM with a weight of four-bit codes: d = Formula(x @ w^T), one kernel from a token to a prefill's thousands.
-//
-// A code less its zero is exact in BF16 and FP16, a code times its scale is not. So the MMA multiplies codes, and
-// scales go to its FP32 sums, group by group. The weight is the MMA's A, in registers, and tokens run along its n side:
+// The GEMM with a weight of four-bit codes: d = Formula(x @ w^T), for 17 tokens and more. The weight is wgmma's A, in
+// registers, and tokens run along its n side.
 //  - W4Weight is packed so that a lane's 64 columns of a strip of 16 rows are 16 bytes, and the pairs of codes in them
-//    already stand in the halves of registers. To make two values takes a shift, a lop3 and a subtraction, and shared
-//    memory is read once for 32 codes.
+//    already stand in the halves of registers. Four registers take 9 instructions, and shared memory is read once for
+//    32 codes.
+//  - A code less its zero is exact in BF16 and FP16, a code times its scale is not. For up to 128 tokens the MMA
+//    multiplies codes, and scales go to its FP32 sums, group by group: HBM or L2 is the limit, and waiting for sums
+//    costs little.
+//  - For more (kRounded) MMAs are the limit, and each 16 columns of a weight are used for 128 tokens. So a weight's
+//    value is rounded to 16 bits, as a weight of 16 bits would be, and MMAs add over all of k. They never wait for an
+//    addition: while those of one set of values run the next set is made.
 //  - Two threads issue all TMA loads, one of codes and scales, one of x, ahead of the MMAs and across tiles. One took
 //    longer for a stage than HBM does.
-//  - Up to 16 tokens warps multiply with mma.sync, where every one goes its own way. From 32 on it is wgmma: while MMAs
-//    of some columns run the next ones are made, and while sums of a group are added MMAs of other warpgroups run.
-//  - A multiprocessor has to make 37 values a cycle for HBM to be the limit, and shifts and lop3 take 14 cycles for
-//    each 256 on a quarter of it. So many warps share a tile for few tokens: each has its own k of a stage, and their
-//    sums are added in the end.
-//  - For few tokens a cluster of `split` CTAs may share a tile, each with its part of k, and adds through distributed
-//    shared memory in a fixed order. There is no workspace and no second launch.
+//  - For 32 tokens warps share strips: each has its own k of a stage, and their sums are added in the end. It takes 16
+//    warps to make values as fast as HBM brings codes.
+//  - For up to 64 tokens a cluster of `split` CTAs may share a tile, each with its part of k, and adds through
+//    distributed shared memory in a fixed order. There is no workspace and no second launch.
 #pragma once
 #include <cuda.h>
 #include <cudaTypedefs.h>
@@ -24,7 +25,6 @@
 #include <algorithm>
 #include <cute/algorithm/gemm.hpp>
 #include <cute/arch/cluster_sm90.hpp>
-#include <cute/arch/mma_sm80.hpp>
 #include <cute/atom/mma_traits_sm90_gmma.hpp>
 #include <cute/tensor.hpp>
 #include <cutlass/gemm/collective/builders/sm90_common.inl>
@@ -32,6 +32,7 @@
 
 #include "cluster.cuh"
 #include "cutlass_dtype.cuh"
+#include "int4.cuh"
 #include "kernel_file.cuh"
 #include "tma.cuh"
 #include "vector.cuh"
@@ -45,45 +46,53 @@ namespace w4 {
 constexpr int kMmaRows = 64, kStrip = 16;  // rows of wgmma, and of a warp in it
 constexpr int kSpan = 64;        // k: 128 bytes of x, TMA's and wgmma's swizzle, and 16 bytes of a lane's codes
 constexpr int kSpanBytes = 512;  // of a strip's codes
-constexpr int kOwnK = 128;       // of a stage's k, what a warp multiplies
 constexpr int kMaxStages = 16;
-constexpr int kSharedBytes = 227 * 1024, kHalfShared = 113 * 1024;
+constexpr int kTurn = 5;  // and the next: named barriers by which warpgroups order themselves
+constexpr int kSharedBytes = 227 * 1024;
 constexpr int kBytesInFlight = 8 << 20;  // of codes, over all CTAs
 
 // A tile of kRows of the weight and kTokens of x, as the emitted Variant declares it: see variants.py's MixedInput.
+//
+// A warpgroup has kBlocks of 64 rows. With two, of a gated tile, they are gates and what those gate.
 template <class Variant>
 struct Tile : Variant {
-  using Variant::kRows, Variant::kTokens, Variant::kStep, Variant::kGated, Variant::kMinimum;
-  static constexpr bool kSplits = !kGated && kTokens <= 64;
-  // Up to so many tokens mma.sync is as fast as wgmma, and needs no waiting for sums.
-  static constexpr bool kSync = kTokens <= 16;
-  // What was the fastest: more warps hide more, and each must be given x, barriers and registers.
-  static constexpr int kWarps = kTokens == 16 || kTokens == 32 ? 16 : 8, kConsumers = 32 * kWarps;
-  static constexpr int kStrips = kRows / kStrip, kOwnStrips = kTokens == 8 ? 2 : 1;
-  static constexpr int kAlongK = kWarps * kOwnStrips / kStrips;  // warps that share a strip, each with its own k
+  using Variant::kRows, Variant::kTokens, Variant::kStep, Variant::kGated, Variant::kMinimum, Variant::kRounded;
+  static constexpr bool kSplits = !kGated && !kRounded && kTokens <= 64;
+  static constexpr int kWarps = kTokens == 32 ? 16 : 8, kConsumers = 32 * kWarps, kGroups = kWarps / 4;
+  static constexpr int kStrips = kRows / kStrip, kWidth = kGated ? kRows / 2 : kRows;  // kWidth: of d
+  static constexpr int kBlocks = std::max(1, kStrips / kWarps);
+  static constexpr int kAlongK = std::max(1, kWarps / kStrips);  // warps that share a strip, each with its own k
+  // From a block to the warpgroup's next one, and from a warpgroup's first one to the next warpgroup's.
+  static constexpr int kBlockStrips = kGated ? kStrips / 2 : 4;
+  static constexpr int kGroupStrips = kGated ? 4 : 4 * kBlocks;
+  static constexpr int kOwnK = 128 / kBlocks;  // of a stage's k, what a warp multiplies
   static constexpr int kStageK = kOwnK * kAlongK, kSpans = kStageK / kSpan;
-  static constexpr int kPiece = std::min(kStep, kSpan);  // k that are made at a time
-  static constexpr int kPieces = kOwnK / kPiece, kOfStep = kStep / kPiece;
-  static constexpr bool kExchanges = kAlongK > 1;  // sums that warps add, also without a split
+  static constexpr int kPiece = kRounded ? kSpan : std::min(kStep, kSpan);  // k that are made at a time
+  static constexpr int kPieces = kOwnK / kPiece, kOfStep = std::max(1, kStep / kPiece);
   static constexpr bool kWide = kTokens > 32;
-  // Whether registers leave room for the next kernel's CTA on the same multiprocessor.
-  static constexpr bool kBeside = kTokens == 8 && !kMinimum;
+  static constexpr bool kTakesTurns = !kRounded && kTokens == 128;
+  // While sums of one warpgroup become d, MMAs of the other one run, which is so many stages behind.
+  static constexpr int kLag = kRounded ? (kBlocks == 1 ? 1 : kGated ? 3 : 2) : 0;
   static constexpr int kThreads = kConsumers + (kWide ? 128 : 64);
   static constexpr int kStripBytes = kSpans * kSpanBytes, kCodes = kStrips * kStripBytes;
   static constexpr int kX = kStageK * kTokens * 2;
-  static constexpr int kScales = kStrips * (kStageK / kStep) * kStrip * 4;  // at most: FP32
+  static constexpr int kMostGroups = std::max(1, kStageK / kStep);          // of a stage
+  static constexpr int kScales = kRows * kMostGroups * (kRounded ? 2 : 4);  // at most: FP32
   static constexpr int kStage = (kCodes + kX + 2 * kScales + 1023) / 1024 * 1024;
-  // Sums of the tile as [part of k][token][row], and those of other CTAs. Of a gated tile that does not add any there
-  // are its values, as [token][row].
+  // Sums of the tile as [part of k][token][row], and those of other CTAs. Of a gated tile there are the values of what
+  // one warpgroup has for the other, as [token][row].
   static constexpr int kSums = kTokens * kRows, kPitch = kMmaRows + 4;
-  static constexpr int kSumBytes = 4 * (kExchanges || kSplits ? (kAlongK + (kSplits ? 1 : 0)) * kSums
-                                        : kGated              ? kTokens * kPitch
-                                                              : 0);
-  static constexpr int kOutBytes = kWide ? kRows / kMmaRows * kTokens * 128 : 0;  // of d on its way to TMA
+  static constexpr int kSumBytes = 4 * (kSplits ? (kAlongK + 1) * kSums : kGated && !kRounded ? kTokens * kPitch : 0);
+  static constexpr int kOutBytes = kWide ? kGroups * kTokens * 128 : 0;  // of d on its way to TMA
   static constexpr int kBarriers = 1024;
   static constexpr int kHeader = (kOutBytes + kSumBytes + 1023) / 1024 * 1024 + kBarriers;
-  static_assert((kRows == 128 || kRows == kMmaRows) && kTokens % 8 == 0 && (!kGated || kRows == 128));
+  static_assert(kTokens >= 32 && kTokens % 8 == 0 && kTokens <= 128 && kGroups * kBlocks * kMmaRows == kRows * kAlongK);
+  static_assert(kBlocks == 1 || (kBlocks == 2 && kRounded));
+  static_assert(!kGated || (kRows == (kRounded ? 256 : 128) && kWide));
+  static_assert(!kRounded || kPieces * kBlocks == 2);
+  static_assert(kAlongK == 1 || kSplits);
   static_assert(!kMinimum || kStep == 32);
+  static_assert((kSharedBytes - 1024 - kHeader) / kStage >= kLag + 2);
 };
 
 // What the host decides.
@@ -99,27 +108,19 @@ struct Shape {
   int32_t scale_bytes;  // of a strip's scales in a stage
   int32_t bytes;        // of a stage
   bool store_by_tma;
+  bool lags;  // whether a tile has the stages for it
 };
 
-// Pairs of codes less a pair of zeros, exactly.
-template <class Element>
-struct Codes {
-  static constexpr bool kBf16 = std::is_same_v<Element, cutlass::bfloat16_t>;
-  static constexpr uint32_t kMagic = kBf16 ? 0x43004300 : 0x64006400;  // 128 and 1024: code bits are their last ones
-  static constexpr uint32_t kOnes = kBf16 ? 0x3f803f80 : 0x3c003c00;
-
-  CUTE_DEVICE static uint32_t zero(int code) { return kMagic + uint32_t(code) * 0x00010001u; }
-  CUTE_DEVICE static uint32_t pair(uint32_t word, uint32_t zero) {
-    uint32_t x;
-    asm("lop3.b32 %0, %1, 0x000f000f, %2, 0xea;" : "=r"(x) : "r"(word), "r"(kMagic));
-    if constexpr (kBf16) {
-      asm("sub.rn.bf16x2 %0, %0, %1;" : "+r"(x) : "r"(zero));
-    } else {
-      asm("sub.rn.f16x2 %0, %0, %1;" : "+r"(x) : "r"(zero));
-    }
-    return x;
+template <bool kBf16>
+CUTE_DEVICE uint32_t multiply_pair(uint32_t a, uint32_t b) {
+  uint32_t d;
+  if constexpr (kBf16) {
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  } else {
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   }
-};
+  return d;
+}
 
 template <bool kFp16>
 CUTE_DEVICE uint32_t rounded_pair(float a, float b) {
@@ -136,19 +137,6 @@ CUTE_DEVICE void store_matrices_transposed(uint32_t to, uint32_t a, uint32_t b, 
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b),
                "r"(c), "r"(d)
                : "memory");
-}
-
-CUTE_DEVICE void load_matrices(uint32_t (&to)[4], uint32_t at) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(at));
-}
-
-// 16 rows of a, 8 columns of b.
-template <class Element>
-CUTE_DEVICE void multiply_add(float* c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-  using Mma = std::conditional_t<Codes<Element>::kBf16, SM80_16x8x16_F32BF16BF16F32_TN, SM80_16x8x16_F32F16F16F32_TN>;
-  Mma::fma(c[0], c[1], c[2], c[3], a0, a1, a2, a3, b0, b1, c[0], c[1], c[2], c[3]);
 }
 
 CUTE_DEVICE float silu(float x) {
@@ -208,7 +196,7 @@ CUTE_DEVICE uint64_t read_often() {
 }  // namespace w4
 
 template <class Variant>
-__global__ void __launch_bounds__(w4::Tile<Variant>::kThreads, w4::Tile<Variant>::kBeside ? 2 : 1)
+__global__ void __launch_bounds__(w4::Tile<Variant>::kThreads, 1)
     w4_kernel(const __grid_constant__ cutegemm_call call, const __grid_constant__ w4::Shape shape,
               const __grid_constant__ CUtensorMap map_codes, const __grid_constant__ CUtensorMap map_scales,
               const __grid_constant__ CUtensorMap map_zeros, const __grid_constant__ CUtensorMap map_x,
@@ -273,7 +261,7 @@ __global__ void __launch_bounds__(w4::Tile<Variant>::kThreads, w4::Tile<Variant>
     if constexpr (T::kWide) cutlass::arch::warpgroup_reg_dealloc<56>();
     // Of the first strip of a tile, and in a gated one of the first of those that are gated.
     auto const strip_of = [&](int half) {
-      return row_tile * (T::kGated ? T::kStrips / 2 : shape.strips) + half * gates;
+      return row_tile * (T::kGated ? T::kWidth / kStrip : shape.strips) + half * gates;
     };
     constexpr int kHalves = T::kGated ? 2 : 1;
     if (warp == kWarps && lane == 0) {
@@ -340,128 +328,11 @@ __global__ void __launch_bounds__(w4::Tile<Variant>::kThreads, w4::Tile<Variant>
 
   if constexpr (T::kWide) cutlass::arch::warpgroup_reg_alloc<224>();
   wait_for_previous_kernel();
-  // A warp has strips side by side, and of a stage its own k. Of an MMA's sums a thread holds, for every 8 tokens, 2
-  // neighbours in 2 rows that lie 8 apart.
-  constexpr int kOwnStrips = T::kOwnStrips, kStripWarps = T::kStrips / kOwnStrips;
-  int const strip = warp % kStripWarps * kOwnStrips, along_k = warp / kStripWarps;
+  // Warps of a warpgroup have strips side by side, and of a stage its own k. Of an MMA's sums a thread holds, for every
+  // 8 tokens, 2 neighbours in 2 rows that lie 8 apart.
+  int const group = warp / 4, along_k = warp / T::kStrips;
+  int const strip = warp % T::kStrips / 4 * T::kGroupStrips + warp % 4;
   int const own_row = strip * kStrip + lane / 4, own_token = lane % 4 * 2;
-  constexpr int kSums = kTokens / 2;  // of a thread, in a strip
-  float total[kOwnStrips][kSums];
-
-  // Where a thread finds the scales of its rows: a word, and the bytes of it that are FP32, or are when converted.
-  int const scale_width = shape.scale_bytes / (shape.groups * kStrip);
-  int const scale_at = (lane / 4 * scale_width) & ~3;
-  bool const upper = scale_width == 2 && lane / 4 % 2, fp16 = call.groups.dtype == CUTEGEMM_FP16;
-  uint32_t const scale_bytes = scale_width == 4 ? 0x3210 : fp16 ? (upper ? 0x4432 : 0x4410) : (upper ? 0x3244 : 0x1044);
-  uint8_t* at = stages;  // the stage that is worked on
-  auto const of_row = [&](int from, int own_strip, int step, int row) {
-    int const group = (along_k * kOwnK + step * T::kStep) >> shape.group_shift;
-    uint32_t const word = *reinterpret_cast<const uint32_t*>(at + from + (strip + own_strip) * shape.scale_bytes +
-                                                             (group * kStrip + row * 8) * scale_width + scale_at);
-    uint32_t const bits = __byte_perm(word, 0, scale_bytes);
-    return fp16 ? __half2float(__ushort_as_half(uint16_t(bits))) : __uint_as_float(bits);
-  };
-  constexpr int kScalesAt = T::kCodes + T::kX, kZerosAt = kScalesAt + T::kScales;
-  // What a step of k is multiplied with in a thread's rows.
-  struct Step {
-    float scale[2];
-    float minimum[T::kMinimum ? 2 : 1];
-  };
-  auto const scales_of = [&](int own_strip, int step) {
-    Step s;
-    CUTE_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      s.scale[i] = of_row(kScalesAt, own_strip, step, i);
-      if constexpr (T::kMinimum) s.minimum[i] = of_row(kZerosAt, own_strip, step, i);
-    }
-    return s;
-  };
-  uint32_t zero[kOwnStrips][2];
-  for (auto& of_strip : zero) of_strip[0] = of_strip[1] = Codes<Element>::zero(T::kMinimum ? 0 : 8);
-  auto const load_zeros = [&](int step) {
-    if (!T::kMinimum && call.groups.zeros) {
-      CUTE_UNROLL
-      for (int i = 0; i < 2 * kOwnStrips; ++i) {
-        zero[i / 2][i % 2] = Codes<Element>::zero(int(of_row(kZerosAt, i / 2, step, i % 2)));
-      }
-    }
-  };
-  constexpr int kWords = T::kPiece / 16;
-  auto const load_words = [&](uint32_t (&word)[kWords], int own_strip, int piece) {
-    int const k = along_k * kOwnK + piece * T::kPiece;
-    auto const* const from = reinterpret_cast<const uint32_t*>(at + (strip + own_strip) * T::kStripBytes +
-                                                               k / kSpan * kSpanBytes + lane * 16);
-    if constexpr (T::kPiece == kSpan) {
-      uint4 const four = *reinterpret_cast<const uint4*>(from);
-      word[0] = four.x, word[1] = four.y, word[2] = four.z, word[3] = four.w;
-    } else {
-      uint2 const two = *reinterpret_cast<const uint2*>(from + k % kSpan / 16);
-      word[0] = two.x, word[1] = two.y;
-    }
-  };
-  auto const add = [&](auto&& part, auto&& x_sums, Step const& step, int own_strip) {
-    CUTE_UNROLL
-    for (int i = 0; i < kSums; ++i) {
-      float& sum = total[own_strip][i];
-      sum = __fmaf_rn(part(i), step.scale[i / 2 % 2], sum);
-      if constexpr (T::kMinimum) sum = __fmaf_rn(x_sums(i), step.minimum[i / 2 % 2], sum);
-    }
-  };
-
-  // A stage with mma.sync. Of x ldmatrix brings a token's 16 bytes as a unit. Neighbouring MMAs are of different sums.
-  auto const multiply_now = [&] {
-    constexpr int kEights = kTokens / 8;
-    CUTE_UNROLL
-    for (int piece = 0; piece < T::kPieces; piece += T::kOfStep) {
-      int const step = piece / T::kOfStep;
-      load_zeros(step);
-      uint32_t x[kEights][4];
-      float part[2][kOwnStrips][kSums] = {}, x_sums[T::kMinimum ? kSums : 1] = {};
-      CUTE_UNROLL
-      for (int of_step = 0; of_step < T::kOfStep; ++of_step) {
-        int const k0 = along_k * kOwnK + (piece + of_step) * T::kPiece;
-        uint32_t word[kOwnStrips][kWords];
-        CUTE_UNROLL
-        for (int s = 0; s < kOwnStrips; ++s) load_words(word[s], s, piece + of_step);
-        CUTE_UNROLL
-        for (int w = 0; w < kWords; ++w) {
-          if (w % 2 == 0) {
-            CUTE_UNROLL
-            for (int e = 0; e < kEights; ++e) {
-              int const unit = (k0 % kSpan / 8 + w * 2 + lane / 8) ^ lane % 8;
-              load_matrices(x[e], cast_smem_ptr_to_uint(at) + T::kCodes + k0 / kSpan * (kTokens * 128) +
-                                      (e * 8 + lane % 8) * 128 + unit * 16);
-            }
-          }
-          CUTE_UNROLL
-          for (int s = 0; s < kOwnStrips; ++s) {
-            uint32_t values[4];
-            CUTE_UNROLL
-            for (int i = 0; i < 4; ++i) values[i] = Codes<Element>::pair(word[s][w] >> i * 4, zero[s][i % 2]);
-            CUTE_UNROLL
-            for (int e = 0; e < kEights; ++e) {
-              multiply_add<Element>(&part[w % 2][s][e * 4], values[0], values[1], values[2], values[3], x[e][w % 2 * 2],
-                                    x[e][w % 2 * 2 + 1]);
-            }
-          }
-          if constexpr (T::kMinimum) {
-            CUTE_UNROLL
-            for (int e = 0; e < kEights; ++e) {
-              constexpr uint32_t kOnes = Codes<Element>::kOnes;
-              multiply_add<Element>(&x_sums[e * 4], kOnes, kOnes, kOnes, kOnes, x[e][w % 2 * 2], x[e][w % 2 * 2 + 1]);
-            }
-          }
-        }
-      }
-      CUTE_UNROLL
-      for (int s = 0; s < kOwnStrips; ++s) {
-        add([&](int i) { return part[0][s][i] + part[1][s][i]; }, [&](int i) { return x_sums[i]; }, scales_of(s, step),
-            s);
-      }
-    }
-    __syncwarp();
-    if (lane == 0) empty(stage)->arrive();
-  };
 
   using Atom = decltype(GMMA::rs_op_selector<Element, Element, float, cute::Shape<Int<64>, Int<kTokens>, Int<16>>,
                                              GMMA::Major::K, GMMA::Major::K>());
@@ -471,142 +342,277 @@ __global__ void __launch_bounds__(w4::Tile<Variant>::kThreads, w4::Tile<Variant>
   using LayoutX =
       decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, cute::Shape<Int<kTokens>, Int<kSpan>>{}));
   using Sum = decltype(partition_fragment_C(mma, cute::Shape<Int<kMmaRows>, Int<kTokens>>{}));
+  constexpr int kSums = kTokens / 2, kWords = T::kPiece / 16;  // of a thread
   using A = decltype(make_tensor<Element>(cute::Shape<cute::Shape<_2, _2, _2>, _1, Int<kWords>>{}));
-  Sum part;
-  [[maybe_unused]] Sum x_sums;  // of tokens over a step, in every row the same
-  A a[2], ones;
-  fill(ones, Element(1.f));
-  Step of_part;
+  static_assert(size(Sum{}) == kSums);
+  Sum total[T::kBlocks];
+  A a[2];
+  uint8_t* at = stages;  // the stage that is worked on
+  // Its x from k on, as far as the span reaches.
+  Tensor const first_x = thread_mma.make_fragment_B(
+      thread_mma.partition_B(make_tensor(make_smem_ptr(reinterpret_cast<Element*>(stages + T::kCodes)), LayoutX{})));
+  auto const x_from = [&](int k) {
+    return make_tensor(first_x.data() + (stage * T::kStage + k / kSpan * (kTokens * 128)) / 16, first_x.layout());
+  };
   // With wgmma, whose last MMAs still run when it returns: those of the stage that is held.
   int held;
   auto const release = [&] {
     if (held >= 0 && lane == 0) empty(held)->arrive();
   };
+
+  constexpr bool kBf16 = std::is_same_v<Element, cutlass::bfloat16_t>;
+  using Values = Int4Values<kBf16>;
+  using Zeros = typename Values::Zeros;
+  constexpr int kScalesAt = T::kCodes + T::kX, kZerosAt = kScalesAt + T::kScales;
+  // Bytes from a group's 16 scales to the next group's.
+  int const group_bytes = T::kRounded ? kStrip * 2 : shape.scale_bytes / shape.groups;
+  int const strip_scales = T::kMostGroups == 1 ? group_bytes : shape.scale_bytes;
+  auto const group_at = [&](int k) { return T::kMostGroups == 1 ? 0 : (k >> shape.group_shift) * group_bytes; };
+  int const own_codes = strip * T::kStripBytes + lane * 16;
+
+  // Without zeros what stands in their place is not read, but the bytes of an eight.
+  uint32_t const eight = Values::twice(8.f), zero_bytes = T::kMinimum || call.groups.zeros ? 0x1010 : 0x5454;
+
+  // A stage with values that are rounded: two sets of them by turns, of two blocks or of both halves of its k.
+  [[maybe_unused]] auto const multiply_rounded = [&] {
+    uint8_t const* const own = at + own_codes;
+    uint8_t const* const scales = at + kScalesAt + strip * strip_scales + lane / 4 * 2;
+    for_each(make_seq<2>{}, [&](auto set) {
+      constexpr int kBlock = set % T::kBlocks, kSpanIndex = set / T::kBlocks;
+      constexpr int kParts = T::kStep < kSpan ? kSpan / T::kStep : 1;
+      uint4 const words =
+          *reinterpret_cast<uint4 const*>(own + kBlock * T::kBlockStrips * T::kStripBytes + kSpanIndex * kSpanBytes);
+      uint32_t const word[4] = {words.x, words.y, words.z, words.w};
+      // Of both rows, in both halves.
+      uint32_t scale[kParts][2], zero[kParts][2];
+      for_each(make_seq<kParts>{}, [&](auto part) {
+        CUTE_UNROLL
+        for (int row = 0; row < 2; ++row) {
+          uint8_t const* const from = scales + kBlock * T::kBlockStrips * strip_scales +
+                                      group_at(kSpanIndex * kSpan + part * T::kStep) + row * 16;
+          scale[part][row] = __byte_perm(*reinterpret_cast<uint16_t const*>(from), 0, 0x1010);
+          zero[part][row] = __byte_perm(*reinterpret_cast<uint16_t const*>(from + T::kScales), eight, zero_bytes);
+        }
+      });
+      Tensor registers = recast<uint32_t>(a[set]);
+      Zeros zeros[kParts];
+      for_each(make_seq<kParts>{}, [&](auto part) {
+        zeros[part] = Values::zeros(0.f, 0.f);
+        if constexpr (!T::kMinimum) {
+          uint32_t const factor = Values::twice(-1.f / Values::kFactor);
+          zeros[part] = {Values::fma(zero[part][0], factor, zeros[part].lower),
+                         Values::fma(zero[part][1], factor, zeros[part].upper)};
+        }
+        if constexpr (Values::kFactor != 1.f) {
+          CUTE_UNROLL
+          for (uint32_t& of_row : scale[part]) of_row = multiply_pair<kBf16>(of_row, Values::twice(Values::kFactor));
+        }
+      });
+      Tensor const x = x_from(kSpanIndex * kSpan);
+      warpgroup_fence_operand(total[kBlock]);
+      // A warp that has an MMA to issue stands still until the one before has been taken. So values are made between.
+      for_each(make_seq<4>{}, [&](auto k) {
+        constexpr int kPart = k * kParts / 4;
+        warpgroup_wait<3>();
+        if constexpr (set == 0 && k == 3) release();
+        uint32_t four[4];
+        Values::make(four, word[k], zeros[kPart]);
+        CUTE_UNROLL
+        for (int i = 0; i < 4; ++i) {
+          registers(4 * k + i) = T::kMinimum ? Values::fma(four[i], scale[kPart][i % 2], zero[kPart][i % 2])
+                                             : multiply_pair<kBf16>(four[i], scale[kPart][i % 2]);
+        }
+        warpgroup_arrive();
+        gemm(mma, a[set](_, _, k), x(_, _, k), total[kBlock]);
+        warpgroup_commit_batch();
+      });
+    });
+    held = stage;
+  };
+
+  // Where a thread finds the scales of its rows: a word, and the bytes of it that are FP32, or are when converted.
+  int const scale_width = group_bytes / kStrip;
+  int const own_scales = strip * shape.scale_bytes + (lane / 4 * scale_width & ~3);
+  bool const upper = scale_width == 2 && lane / 4 % 2, fp16 = call.groups.dtype == CUTEGEMM_FP16;
+  uint32_t selector = scale_width == 4 ? 0x3210 : fp16 ? (upper ? 0x4432 : 0x4410) : (upper ? 0x3244 : 0x1044);
+  asm volatile("" : "+r"(selector));  // or it would be made again for every scale
+  auto const of_rows = [&](float (&to)[2], int from, int step) {
+    uint8_t const* const scales = at + from + own_scales + group_at(along_k * T::kOwnK + step * T::kStep);
+    CUTE_UNROLL
+    for (int row = 0; row < 2; ++row) {
+      uint32_t const word = *reinterpret_cast<uint32_t const*>(scales + row * (group_bytes / 2));
+      uint32_t const bits = __byte_perm(word, 0, selector);
+      to[row] = fp16 ? __half2float(__ushort_as_half(uint16_t(bits))) : __uint_as_float(bits);
+    }
+  };
+  // What a step of k is multiplied with in a thread's rows.
+  struct Step {
+    float scale[2];
+    float minimum[2];
+  };
+  auto const scales_of = [&](int step) {
+    Step s;
+    of_rows(s.scale, kScalesAt, step);
+    CUTE_UNROLL
+    for (float& scale : s.scale) scale *= Values::kFactor;
+    if constexpr (T::kMinimum) of_rows(s.minimum, kZerosAt, step);
+    return s;
+  };
+  auto zeros = T::kMinimum ? Values::zeros(0.f, 0.f) : Values::zeros(8.f, 8.f);
+  Sum part;
+  [[maybe_unused]] Sum x_sums;  // of tokens over a step, in every row the same
+  A ones;
+  fill(ones, Element(1.f));
+  Step of_part;
   auto const finish_step = [&] {
     warpgroup_wait<0>();
     warpgroup_fence_operand(part);
     if constexpr (T::kMinimum) warpgroup_fence_operand(x_sums);
-    add(part, x_sums, of_part, 0);
-    for (float& sum : total[0]) warpgroup_fence_operand(sum);  // or they would be put off until `part` has other sums
+    Sum& sum = total[0];
+    CUTE_UNROLL
+    for (int i = 0; i < kSums; ++i) {
+      sum(i) = __fmaf_rn(part(i), of_part.scale[i / 2 % 2], sum(i));
+      if constexpr (T::kMinimum) sum(i) = __fmaf_rn(x_sums(i), of_part.minimum[i / 2 % 2], sum(i));
+    }
+    warpgroup_fence_operand(sum);  // or they would be put off until `part` has other sums
   };
-  auto const multiply = [&] {
+  // A stage with exact values.
+  [[maybe_unused]] auto const multiply_exact = [&] {
     for_each(make_seq<T::kPieces>{}, [&](auto piece) {
-      constexpr bool kFirst = piece % T::kOfStep == 0;
-      if constexpr (kFirst) load_zeros(piece / T::kOfStep);
-      A& values = a[piece % 2];
+      constexpr int kInStep = piece % T::kOfStep, kOwn = piece * T::kPiece;
+      constexpr bool kFirst = kInStep == 0, kLast = kInStep == T::kOfStep - 1;
+      if (kFirst && !T::kMinimum && call.groups.zeros) {
+        float of_row[2];
+        of_rows(of_row, kZerosAt, piece / T::kOfStep);
+        zeros = Values::zeros(of_row[0], of_row[1]);
+      }
       uint32_t word[kWords];
-      load_words(word, 0, piece);
+      uint8_t const* const words =
+          at + own_codes + along_k * (T::kOwnK / kSpan * kSpanBytes) + kOwn / kSpan * kSpanBytes + kOwn % kSpan / 4;
+      if constexpr (T::kPiece == kSpan) {
+        uint4 const four = *reinterpret_cast<uint4 const*>(words);
+        word[0] = four.x, word[1] = four.y, word[2] = four.z, word[3] = four.w;
+      } else {
+        uint2 const two = *reinterpret_cast<uint2 const*>(words);
+        word[0] = two.x, word[1] = two.y;
+      }
+      A& values = a[piece % 2];
       Tensor registers = recast<uint32_t>(values);
       CUTE_UNROLL
-      for (int i = 0; i < 4 * kWords; ++i) {
-        registers(i) = Codes<Element>::pair(word[i / 4] >> i % 4 * 4, zero[0][i % 2]);
+      for (int w = 0; w < kWords; ++w) {
+        uint32_t four[4];
+        Values::make(four, word[w], zeros);
+        CUTE_UNROLL
+        for (int i = 0; i < 4; ++i) registers(4 * w + i) = four[i];
       }
       if constexpr (kFirst) {
         finish_step();
         if constexpr (piece == 0) release();
+        if constexpr (T::kTakesTurns) NamedBarrier::sync(kConsumers, kTurn + group);
       }
-      int const k0 = along_k * kOwnK + piece * T::kPiece;
-      Tensor const x = make_tensor(
-          make_smem_ptr(reinterpret_cast<Element*>(at + T::kCodes + k0 / kSpan * (kTokens * 128))), LayoutX{});
-      Tensor const fragments_x = thread_mma.make_fragment_B(thread_mma.partition_B(x));
+      Tensor const x = x_from(along_k * T::kOwnK + kOwn);
       warpgroup_fence_operand(part);
       if constexpr (T::kMinimum) warpgroup_fence_operand(x_sums);
       warpgroup_arrive();
       for_each(make_seq<kWords>{}, [&](auto k) {
         mma.accumulate_ = k == 0 && kFirst ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
-        auto const of_x = fragments_x(_, _, k + piece * T::kPiece % kSpan / 16);
+        auto const of_x = x(_, _, k + kOwn % kSpan / 16);
         gemm(mma, values(_, _, k), of_x, part);
-        if constexpr (T::kMinimum) gemm(mma, ones(_, _, k), of_x, x_sums);
+        if constexpr (T::kMinimum) gemm(mma, ones(_, _, 0), of_x, x_sums);
       });
       warpgroup_commit_batch();
-      if constexpr (kFirst) of_part = scales_of(0, piece / T::kOfStep);
+      if constexpr (T::kTakesTurns && kLast) NamedBarrier::arrive(kConsumers, kTurn + 1 - group);
+      if constexpr (kFirst) of_part = scales_of(piece / T::kOfStep);
       if constexpr (!kFirst) warpgroup_wait<1>();  // the values before are not read any more
     });
     held = stage;
   };
+  if (T::kTakesTurns && group == 1) NamedBarrier::arrive(kConsumers, kTurn);
 
-  if (split > 1) cluster_wait();                      // no CTA of a cluster may write to another before that one runs
-  bool const exchanged = T::kExchanges || split > 1;  // whether sums are added before they are d's
-  // Rows of the tile, columns of d, that this CTA finishes, and of them a thread's.
-  constexpr int kWidth = T::kGated ? kMmaRows : kRows;
-  int const part_bits = __ffs(kWidth / split) - 1, part_rows = 1 << part_bits;
+  if (split > 1) cluster_wait();                       // no CTA of a cluster may write to another before that one runs
+  bool const exchanged = T::kAlongK > 1 || split > 1;  // whether sums are added before they are d's
+  // Rows of the tile, columns of d, that this CTA finishes where sums are exchanged, and of them a thread's.
+  int const part_bits = __ffs(kRows / split) - 1, part_rows = 1 << part_bits;
   int const part_row = int(threadIdx.x) & part_rows - 1, part_token = int(threadIdx.x) >> part_bits;
   auto const token_of = [&](int i) { return i / 4 * 8 + own_token + i % 2; };
   auto const row_of = [&](int i) { return own_row + i / 2 % 2 * 8; };
-  bool const has_elements = !std::is_empty_v<typename Formula::Element> && call.residual.data;
+  bool const has_elements = !T::kGated && !std::is_empty_v<typename Formula::Element> && call.residual.data;
   while (tiles.next(row_tile, token_tile)) {
-    int const row0 = row_tile * (T::kGated ? kMmaRows : shape.strips * kStrip), token0 = token_tile * kTokens;
+    int const row0 = row_tile * (T::kGated ? T::kWidth : shape.strips * kStrip), token0 = token_tile * kTokens;
     int const width = T::kGated ? call.n / 2 : call.n;  // of d
     int const end = T::kGated ? width : min(width, row0 + shape.strips * kStrip);
-    // The epilogue's operands of a thread's two rows of w, columns of d; or of the row that it finishes and its gated.
-    typename Formula::Column columns[2];
+    // The epilogue's operands of a thread's rows of w, columns of d; or of the one that it finishes.
+    typename Formula::Column columns[T::kBlocks][2];
     CUTE_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      int const row = exchanged ? rank * part_rows + part_row + (T::kGated ? i * kMmaRows : 0) : own_row + i * 8;
-      int const column = T::kGated ? row % kMmaRows + row / kMmaRows * width : row;
-      columns[i] = Formula::column(call, min(row0 + column, call.n - 1));
+    for (int i = 0; i < 2 * T::kBlocks; ++i) {
+      int const row = exchanged ? rank * part_rows + part_row : own_row + i / 2 * T::kBlockStrips * kStrip + i % 2 * 8;
+      int const half = T::kBlocks == 2 ? i / 2 : group;  // of a gated tile
+      int const column = T::kGated ? row + half * (width - T::kWidth) : row;
+      columns[i / 2][i % 2] = Formula::column(call, min(row0 + column, call.n - 1));
     }
 
-    for (auto& of_strip : total) {
-      for (float& sum : of_strip) sum = 0.f;
-    }
     held = -1;
-    if constexpr (!T::kSync) {
+    for (Sum& sum : total) clear(sum);
+    if constexpr (T::kRounded) {
+      mma.accumulate_ = GMMA::ScaleOut::One;
+      if (T::kLag && shape.lags && group == 1) NamedBarrier::sync(kConsumers, kTurn);
+      for (int block = 0; block < shape.blocks; ++block) {
+        full(stage)->wait(phase);
+        at = stages + stage * T::kStage;
+        multiply_rounded();
+        if (T::kLag && shape.lags && group == 0 && block == T::kLag) NamedBarrier::arrive(kConsumers, kTurn);
+        next_stage();
+      }
+      warpgroup_wait<0>();
+      for (Sum& sum : total) warpgroup_fence_operand(sum);
+    } else {
       clear(part);
       if constexpr (T::kMinimum) clear(x_sums);
       of_part = {};
-    }
-    for (int block = first; block < last; ++block) {
-      full(stage)->wait(phase);
-      at = stages + stage * T::kStage;
-      if constexpr (T::kSync) {
-        multiply_now();
-      } else {
-        multiply();
+      for (int block = first; block < last; ++block) {
+        full(stage)->wait(phase);
+        at = stages + stage * T::kStage;
+        multiply_exact();
+        next_stage();
       }
-      next_stage();
-    }
-    if constexpr (!T::kSync) {
       finish_step();
-      release();
     }
+    release();
 
-    if (exchanged) {
-      float* const own = own_sums + along_k * T::kSums;  // [CTA that finishes][token][row], or gated [token][row]
-      int const own_bits = T::kGated ? 7 : part_bits, own_rows = 1 << own_bits;
-      CUTE_UNROLL
-      for (int s = 0; s < kOwnStrips; ++s) {
+    if constexpr (T::kSplits) {
+      if (exchanged) {
+        float* const own = own_sums + along_k * T::kSums;  // [CTA that finishes][token][row]
+        int bits = part_bits;
+        asm volatile("" : "+r"(bits));  // or registers would hold the addresses of all sums, also while MMAs run
         CUTE_UNROLL
         for (int i = 0; i < kSums; ++i) {
-          int const row = row_of(i) + s * kStrip;
-          own[((row >> own_bits) * kTokens + token_of(i) << own_bits) + (row & own_rows - 1)] = total[s][i];
+          int const row = row_of(i);
+          own[((row >> bits) * kTokens + token_of(i) << bits) + (row & part_rows - 1)] = total[0](i);
         }
-      }
-      int const of_part = T::kSums / split;
-      if (split > 1) {
-        if constexpr (T::kExchanges) {
-          NamedBarrier::sync(kConsumers, 2);
-          for (int i = int(threadIdx.x); i < T::kSums; i += kConsumers) {
-            CUTE_UNROLL
-            for (int p = 1; p < T::kAlongK; ++p) own_sums[i] += own_sums[p * T::kSums + i];
+        int const of_part = T::kSums / split;
+        if (split > 1) {
+          if constexpr (T::kAlongK > 1) {
+            NamedBarrier::sync(kConsumers, 2);
+            for (int i = int(threadIdx.x); i < T::kSums; i += kConsumers) {
+              CUTE_UNROLL
+              for (int p = 1; p < T::kAlongK; ++p) own_sums[i] += own_sums[p * T::kSums + i];
+            }
           }
+          cutlass::arch::fence_view_async_shared();
         }
-        cutlass::arch::fence_view_async_shared();
-      }
-      NamedBarrier::sync(kConsumers, 2);
-      if (split > 1) {
-        if (warp < split && warp != rank && lane == 0) {
-          copy_to_remote(remote_address(others_sums + rank * of_part, warp), remote_address(&sums_ready, warp),
-                         own_sums + warp * of_part, of_part * int(sizeof(float)));
+        NamedBarrier::sync(kConsumers, 2);
+        if (split > 1) {
+          if (warp < split && warp != rank && lane == 0) {
+            copy_to_remote(remote_address(others_sums + rank * of_part, warp), remote_address(&sums_ready, warp),
+                           own_sums + warp * of_part, of_part * int(sizeof(float)));
+          }
+          wait_cluster(sums_ready, 0);
         }
-        wait_cluster(sums_ready, 0);
-      }
-      int const n = row0 + rank * part_rows + part_row;
-      for (int token = part_token; token < kTokens; token += kConsumers >> part_bits) {
-        int const m = token0 + token;
-        if (m >= call.m || n >= end) continue;
-        auto const sum_of = [&](int row) {
-          int const i = (token << own_bits) + row;
+        int const n = row0 + rank * part_rows + part_row;
+        for (int token = part_token; token < kTokens; token += kConsumers >> part_bits) {
+          int const m = token0 + token;
+          if (m >= call.m || n >= end) continue;
+          int const i = (token << part_bits) + part_row;
           float sum = 0.f;
           if (split > 1) {
             for (int s = 0; s < split; ++s) sum += (s == rank ? own_sums : others_sums)[s * of_part + i];
@@ -614,90 +620,96 @@ __global__ void __launch_bounds__(w4::Tile<Variant>::kThreads, w4::Tile<Variant>
             CUTE_UNROLL
             for (int p = 0; p < T::kAlongK; ++p) sum += own_sums[p * T::kSums + i];
           }
-          return sum;
-        };
-        typename Formula::Element element = {};
-        if (has_elements) element = Formula::element(call, m, n);
-        auto const row = Formula::row(call, m);
-        float value = Formula::apply(sum_of(part_row), row, columns[0], element);
-        if constexpr (T::kGated) {
-          value = silu(value) * Formula::apply(sum_of(part_row + kMmaRows), row, columns[1], element);
+          typename Formula::Element element = {};
+          if (has_elements) element = Formula::element(call, m, n);
+          float const value = Formula::apply(sum, Formula::row(call, m), columns[0][0], element);
+          store_from_float(call.d, call.d_dtype, m * call.d_stride[0] + n * call.d_stride[1], value);
         }
-        store_from_float(call.d, call.d_dtype, m * call.d_stride[0] + n * call.d_stride[1], value);
+        if (split > 1) {
+          cluster_arrive_relaxed();
+          cluster_wait();  // none may leave while another reads its sums
+          return;          // there is no second tile
+        }
+        NamedBarrier::sync(kConsumers, 2);
+        continue;
       }
-      if (split > 1) {
-        cluster_arrive_relaxed();
-        cluster_wait();  // none may leave while another reads its sums
-        return;          // there is no second tile
-      }
-      NamedBarrier::sync(kConsumers, 2);
-      continue;
     }
 
-    int const group = warp / 4;
-    auto const apply = [&](auto element) {
-      CUTE_UNROLL
-      for (int i = 0; i < kSums; ++i) {
-        total[0][i] = Formula::apply(total[0][i], typename Formula::Row{}, columns[i / 2 % 2], element(i));
+    for_each(make_seq<T::kBlocks>{}, [&](auto b) {
+      auto const apply = [&](auto element) {
+        CUTE_UNROLL
+        for (int i = 0; i < kSums; ++i) {
+          total[b](i) = Formula::apply(total[b](i), typename Formula::Row{}, columns[b][i / 2 % 2], element(i));
+        }
+      };
+      if (has_elements) {
+        apply([&](int i) {
+          return Formula::element(call, min(token0 + token_of(i), call.m - 1),
+                                  min(row0 + b * kMmaRows + row_of(i), width - 1));
+        });
+      } else {
+        apply([](int) { return typename Formula::Element{}; });
       }
-    };
-    if (has_elements) {
-      apply([&](int i) {
-        return Formula::element(call, min(token0 + token_of(i), call.m - 1), min(row0 + row_of(i), width - 1));
-      });
-    } else {
-      apply([](int) { return typename Formula::Element{}; });
-    }
-    if constexpr (T::kGated) {
+    });
+    if constexpr (T::kGated && T::kRounded) {
+      CUTE_UNROLL
+      for (int i = 0; i < kSums; ++i) total[0](i) = silu(total[0](i)) * total[1](i);
+    } else if constexpr (T::kGated) {
       if (group == 1) {
         CUTE_UNROLL
-        for (int i = 0; i < kSums; ++i) own_sums[token_of(i) * T::kPitch + row_of(i) - kMmaRows] = total[0][i];
+        for (int i = 0; i < kSums; ++i) own_sums[token_of(i) * T::kPitch + row_of(i) - kMmaRows] = total[0](i);
       }
       NamedBarrier::sync(kConsumers, 2);
       if (group == 0) {
         CUTE_UNROLL
         for (int i = 0; i < kSums; ++i) {
-          total[0][i] = silu(total[0][i]) * own_sums[token_of(i) * T::kPitch + row_of(i)];
+          total[0](i) = silu(total[0](i)) * own_sums[token_of(i) * T::kPitch + row_of(i)];
         }
       }
       NamedBarrier::sync(kConsumers, 2);
       if (group == 1) continue;
     }
-    if (T::kWide && shape.store_by_tma) {
-      auto const storer = [&] { return warp % 4 == 0 && elect_one_sync(); };
-      uint32_t const box = cast_smem_ptr_to_uint(out + group * kTokens * 128);
-      if (storer()) wait_until_stores_read<0>();
-      NamedBarrier::sync(128, 3 + group);
-      auto const store_as = [&](auto fp16) {
-        CUTE_UNROLL
-        for (int j = 0; j < kTokens / 8; j += 2) {
-          auto const two = [&](int i) {
-            return rounded_pair<decltype(fp16)::value>(total[0][j * 4 + i], total[0][j * 4 + i + 1]);
-          };
-          int const token = j * 8 + lane / 16 * 8 + lane % 8, unit = (warp % 4 * 2 + lane / 8 % 2) ^ token % 8;
-          store_matrices_transposed(box + token * 128 + unit * 16, two(0), two(2), two(4), two(6));
+    for_each(make_seq<T::kGated ? 1 : T::kBlocks>{}, [&](auto b) {
+      Sum const& sum = total[b];
+      int const block0 = row0 + b * kMmaRows;
+      if (T::kWide && shape.store_by_tma) {
+        auto const storer = [&] { return warp % 4 == 0 && elect_one_sync(); };
+        uint32_t const box = cast_smem_ptr_to_uint(out + group * kTokens * 128);
+        // A lane's row of the first matrices.
+        uint32_t to = box + (lane / 16 * 8 + lane % 8) * 128 + ((warp % 4 * 2 + lane / 8 % 2) ^ lane % 8) * 16;
+        asm volatile("" : "+r"(to));  // or registers would hold those of all matrices, also while MMAs run
+        if (storer()) wait_until_stores_read<0>();
+        NamedBarrier::sync(128, 3 + group);
+        auto const store_as = [&](auto fp16) {
+          CUTE_UNROLL
+          for (int j = 0; j < kTokens / 8; j += 2) {
+            auto const two = [&](int i) {
+              return rounded_pair<decltype(fp16)::value>(sum(j * 4 + i), sum(j * 4 + i + 1));
+            };
+            store_matrices_transposed(to + j * (8 * 128), two(0), two(2), two(4), two(6));
+          }
+        };
+        if (call.d_dtype == CUTEGEMM_FP16) {
+          store_as(std::true_type{});
+        } else {
+          store_as(std::false_type{});
         }
-      };
-      if (call.d_dtype == CUTEGEMM_FP16) {
-        store_as(std::true_type{});
+        cutlass::arch::fence_view_async_shared();
+        NamedBarrier::sync(128, 3 + group);
+        if (storer()) {
+          store_rows(map_d, box, block0 + group * T::kGroupStrips * kStrip, token0);
+          commit_stores();
+        }
       } else {
-        store_as(std::false_type{});
+        with_float_pointer(call.d, call.d_dtype, [&](auto* d) {
+          CUTE_UNROLL
+          for (int i = 0; i < kSums; ++i) {
+            int const m = token0 + token_of(i), n = block0 + row_of(i);
+            if (m < call.m && n < end) store(d + m * call.d_stride[0] + n * call.d_stride[1], sum(i));
+          }
+        });
       }
-      cutlass::arch::fence_view_async_shared();
-      NamedBarrier::sync(128, 3 + group);
-      if (storer()) {
-        store_rows(map_d, box, row0 + group * kMmaRows, token0);
-        commit_stores();
-      }
-    } else {
-      with_float_pointer(call.d, call.d_dtype, [&](auto* d) {
-        CUTE_UNROLL
-        for (int i = 0; i < kSums; ++i) {
-          int const m = token0 + token_of(i), n = row0 + row_of(i);
-          if (m < call.m && n < end) store(d + m * call.d_stride[0] + n * call.d_stride[1], total[0][i]);
-        }
-      });
-    }
+    });
   }
   // Shared memory must outlive what reads it. That d is where it belongs the end of the launch sees to.
   if (T::kWide && warp % 4 == 0 && elect_one_sync()) wait_until_stores_read<0>();
@@ -719,9 +731,11 @@ struct MixedInput {
     if (groups.dtype != CUTEGEMM_FP32 && groups.dtype != CUTEGEMM_BF16 && groups.dtype != CUTEGEMM_FP16) {
       return kWrongTypes;
     }
+    if (T::kRounded && groups.dtype != dtype_of<Element>()) return kWrongTypes;
     if (call.m < 1 || call.n < 1 || call.k < 1) return kWrongSize;
     bool const one_group = groups.size >= call.k;
-    if (bool(groups.minimum) != T::kMinimum || groups.size < 1 || (!one_group && groups.size % T::kStep != 0)) {
+    if (bool(groups.minimum) != T::kMinimum || groups.size < 1 ||
+        (!one_group && (groups.size % T::kStep != 0 || (groups.size & groups.size - 1) != 0))) {
       return kWrongOptions;
     }
     if (call.a_stride[1] != 1) return kWrongLayout;
@@ -736,14 +750,16 @@ struct MixedInput {
     int const split = own.options.split = std::max(1, call.options.split);
     int const rows = call.options.rows ? call.options.rows : T::kRows;
     if ((split != 1 && split != 2 && split != 4 && split != 8) || (split > 1 && !T::kSplits)) return kWrongOptions;
-    if (rows < kStrip || rows > T::kRows || rows % kStrip != 0 || (T::kGated && rows != T::kRows)) return kWrongOptions;
+    if (rows < kStrip || rows > T::kRows || rows % kStrip != 0 || ((T::kGated || T::kRounded) && rows != T::kRows)) {
+      return kWrongOptions;
+    }
     if (bool(call.output.gated) != T::kGated || (T::kGated && (call.residual.data || call.n % (2 * kStrip) != 0))) {
       return kWrongOptions;
     }
     w4::Shape shape = {};
     int const width = T::kGated ? call.n / 2 : call.n;
     shape.strips = rows / kStrip;
-    shape.row_tiles = ceil_div(width, T::kGated ? kMmaRows : rows);
+    shape.row_tiles = ceil_div(width, T::kGated ? T::kWidth : rows);
     shape.token_tiles = ceil_div(call.m, T::kTokens);
     int64_t const tiles = int64_t(shape.row_tiles) * shape.token_tiles;
     if (tiles > INT32_MAX / 16) return kWrongSize;
@@ -766,13 +782,7 @@ struct MixedInput {
       int const wanted = 2 + kBytesInFlight / (ctas * shape.strips * T::kStripBytes);
       shape.stages = std::min({shape.stages, wanted, int(std::clamp<int64_t>(all, 2, kMaxStages))});
     }
-    // Where a call has a CTA on every multiprocessor, and shared memory has room for two, the next call's start is over
-    // when this one ends. Where it leaves some free, two of the next one's would meet on those.
-    int const of_half = (kHalfShared - rest) / T::kStage;
-    bool const half = T::kBeside && ctas == call.sm_count && of_half >= std::max(3, shape.stages - 1);
-    if (half) shape.stages = std::min(shape.stages, of_half);
-    int const shared_bytes = half ? rest + shape.stages * T::kStage : kSharedBytes;
-
+    shape.lags = T::kLag > 0 && shape.blocks >= shape.stages;
     int const bytes = call.d_dtype == CUTEGEMM_FP32 ? 4 : 2;
     shape.store_by_tma = T::kWide && bytes == 2 && rows == T::kRows && call.d_stride[1] == 1 &&
                          call.d_stride[0] >= width && aligned(call.d, call.d_stride[0] * 2) && width % 8 == 0;
@@ -798,7 +808,7 @@ struct MixedInput {
          !encode_rows(map_d, CU_TENSOR_MAP_DATA_TYPE_UINT16, 2, call.d, call.m, width, call.d_stride[0], T::kTokens))) {
       return kNotImplementable;
     }
-    return launch_cluster(call, kKernel, dim3(ctas), split, dim3(T::kThreads), shared_bytes, own, shape, map_codes,
+    return launch_cluster(call, kKernel, dim3(ctas), split, dim3(T::kThreads), kSharedBytes, own, shape, map_codes,
                           map_scales, map_zeros, map_x, map_d);
   }
 };

@@ -103,6 +103,7 @@ class Problem:
     aligned: bool = True  # the operands' addresses and leading strides are multiples of 16 bytes, as TMA asks
     aligned_out: bool = True  # so are the output's, and the length of its rows: TMA stores whole pieces of 16 bytes
     hopper: bool = True  # or the GPU is of compute capability 8
+    same_type: bool = True  # scales of an INT4 b have the type of a
 
     @property
     def fused(self) -> bool:
@@ -123,6 +124,8 @@ class Problem:
         if isinstance(tile, (MixedInput, Sm80)):
             gated = isinstance(tile, MixedInput) and tile.gated
             if (self.a, self.b, self.gated) != (gemm.a, gemm.b, gated) or not self._has_scales(gemm.scales):
+                return False
+            if isinstance(tile, MixedInput) and tile.rounded and not self.same_type:
                 return False
             return not gated or self.n % 32 == 0  # its halves start at whole strips of 16 rows
         if bool(self.scales) != bool(gemm.scales):
@@ -159,7 +162,7 @@ def candidates(problem: Problem, m: int) -> list[Choice]:
     kernels = list(problem.kernels(m))
     separate = [Choice(SEPARATE)] if problem.fused else []
     # Of those of one kind that fit, or else of all of them; the next kind is slower.
-    for kinds in ((Tile, Decode, Blockwise, MixedInput), (Sm80,), (AnyShape,)):
+    for kinds in ((Tile, Decode, Blockwise, MixedInput, Sm80), (AnyShape,)):
         of_kind = [kernel for kernel in kernels if isinstance(kernel.tile, kinds)]
         for group in ([kernel for kernel in of_kind if _fits(problem, kernel, m)], of_kind):
             if choices := [Choice(kernel.name, o) for kernel in group for o in _options(problem, kernel.tile, m)]:
@@ -176,7 +179,9 @@ def _fits(problem: Problem, kernel: Kernel, m: int) -> bool:
     if isinstance(tile, Blockwise):
         return m > 16 and (tile.m == 64 or tile.m < 2 * m)
     if isinstance(tile, (MixedInput, Sm80)):
-        fits = tile.tokens <= max(16, 2 * m) and (m <= 4 * tile.tokens or tile.tokens >= 128)
+        fits = tile.tokens <= max(64 if problem.gated else 16, 2 * m) and (m <= 4 * tile.tokens or tile.tokens >= 128)
+        if problem.hopper and problem.b == "int4" and isinstance(tile, Sm80):
+            fits = fits and m <= 32  # from there on wgmma's rate counts
         return fits and kernel.gemm.scales == problem.scales
     # A folded tile is for an n that gives each multiprocessor no more. With two or more it was never the fastest.
     if isinstance(tile, Decode) and tile.folded and problem.n > tile.rows * MULTIPROCESSORS:
@@ -210,6 +215,18 @@ def _options(problem: Problem, tile: Tiles, m: int) -> list[Options]:
             if split == 1 or problem.k >= split * 256
             for rows in sorted({0, _even_rows(problem.n * token_tiles, clusters, tile.rows, 16) % tile.rows})
         ]
+    if isinstance(tile, Sm80) and problem.hopper:
+        token_tiles = ceil(m / tile.tokens)
+        even = {  # for one CTA on each multiprocessor, and for two
+            Options(
+                split,
+                rows=_even_rows(problem.n, max(1, each * MULTIPROCESSORS // (split * token_tiles)), tile.rows, 16),
+            )
+            for split in (1, 2, 4)
+            for each in (1, 2)
+            if split == 1 or problem.k >= split * 1024
+        }
+        return [Options(), *sorted(even, key=str)]
     if isinstance(tile, Tile):
         if tile.split:
             splits = [s for s in (2, 3, 4, 6, 8) if k_bytes % (16 * s) == 0 and k_bytes >= s * 512]
@@ -263,18 +280,20 @@ def cost(problem: Problem, choice: Choice, m: int) -> float:
 
     split = max(1, choice.options.split)
     if isinstance(tile, (MixedInput, Sm80)):
-        # Not fitted yet: rates of a multiprocessor, a µs.
+        # Rates of a multiprocessor, a µs. Those of values and of MMAs are what kernels were seen to reach.
         hopper = isinstance(tile, MixedInput)
         rows = choice.options.rows or tile.rows
         tiles = ceil(n / rows) * ceil(m / tile.tokens)
-        memory = (n * k * BYTES[problem.b] + m * k * 2 + m * n * BYTES[problem.d]) / 4.35e6
-        memory += n * ceil(k / STEPS.get(problem.scales, 128)) * 2 / 4.35e6
-        of_mmas = 2 * rows * tile.tokens * k / (5.9e6 * (0.85 if hopper else 0.5))
-        of_values = rows * k / (40 * 1750)
+        memory = (n * k * BYTES[problem.b] + m * k * 2 + m * n * BYTES[problem.d]) / 4.0e6
+        memory += n * ceil(k / STEPS.get(problem.scales, 128)) * 2 / 4.0e6
+        if isinstance(tile, MixedInput):
+            of_mmas = 2 * rows * max(tile.tokens, 48) * k / (5.9e6 * (0.8 if tile.rounded else 0.75))
+        else:  # of a block of 128 k some of the work is for all strips
+            of_mmas = (rows + 8) * k / (1750 * {8: 40, 16: 28, 32: 14}.get(tile.tokens, 500 / tile.tokens))
         from_l2 = (tile.tokens * 2 + rows * BYTES[problem.b]) * k / (64 * 1750)
-        work = ceil(tiles / CLUSTERS[split]) * max(of_mmas, of_values, from_l2) / split
-        exchange = 1.3 + 0.035 * tile.tokens if split > 1 else 0.0
-        return (2.0 if hopper else 4.0) + exchange + max(memory, work)
+        work = ceil(tiles / CLUSTERS[split]) * max(of_mmas, from_l2) / split
+        exchange = (1.3 + 0.035 * tile.tokens if hopper else 1.5) if split > 1 else 0.0
+        return (3.5 if hopper else 2.9) + exchange + max(memory, work)
 
     if isinstance(tile, Decode):
         rows = choice.options.rows or tile.rows
@@ -619,7 +638,9 @@ def _answer(request: _Request) -> None:
     m, scales = a.shape[0], _scales(request, tensors)
     problem, layout = _problem(request, a, b, dtype, scales)
     capability = torch.cuda.get_device_capability(request.device)
-    problem = replace(problem, hopper=capability == (9, 0))
+    of_b = tensors["scale_b"]
+    same_type = problem.b != "int4" or of_b is None or of_b.dtype == a.dtype
+    problem = replace(problem, hopper=capability == (9, 0), same_type=same_type)
     if not problem.hopper and (capability[0] != 8 or not any(problem.kernels(m))):
         raise RuntimeError(
             f"{op}: the GPU is {torch.cuda.get_device_name(request.device)}, compute capability "
@@ -643,7 +664,7 @@ def _answer(request: _Request) -> None:
         options = [getattr(row.choice.options, f.name) for f in fields(Options)]
         to.m_limit, to.kernel, to.options = row.m_limit, row.choice.kernel.encode(), _Options(*options)
     codes = (_KERNEL_TYPES[name] for name in (problem.a, problem.b, problem.d))
-    key = problem.n, problem.k, layout, SCALES.index(scales), *codes
+    key = problem.n, problem.k, layout, SCALES.index(scales) + len(STEPS) * (not same_type), *codes
     _dispatcher.cutegemm_add_plan(ctypes.byref(request), c_rows, len(rows), *key)
     chosen = next(row.choice.kernel for row in rows if m <= row.m_limit)
     if chosen != SEPARATE:

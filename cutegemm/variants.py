@@ -105,19 +105,21 @@ class Blockwise:
 class MixedInput:
     """csrc/gemm_w4.cuh, for a weight of four bits: tiles of `rows` of it and `tokens` of x.
 
-    gated: as in Blockwise, and a tile has rows / 2 of gates and as many of what they gate.
+    gated: as in Blockwise, and a tile has rows / 2 of gates and as many of what they gate. rounded: a value of the
+    weight is rounded to x's type before it is multiplied, where otherwise it is exact.
     """
 
     rows: int
     tokens: int
     gated: bool = False
+    rounded: bool = False
 
     @property
     def splits(self) -> bool:
         return not self.gated and self.tokens <= 64
 
     def __str__(self) -> str:
-        return f"{self.rows}x{self.tokens}" + "_gated" * self.gated
+        return f"{self.rows}x{self.tokens}" + "_rounded" * self.rounded + "_gated" * self.gated
 
 
 @dataclass(frozen=True)
@@ -316,12 +318,17 @@ INT8_WHOLE = (
     Tile(256, 128, 128, (2, 1), "cooperative"),
 )
 MIXED_INPUT = (
-    *(MixedInput(128, tokens) for tokens in (8, 16, 32, 64, 128)),
-    *(MixedInput(64, tokens) for tokens in (8, 16, 32)),
-    *(MixedInput(128, tokens, gated=True) for tokens in (16, 64, 128)),
+    MixedInput(64, 32),
+    MixedInput(128, 32),
+    MixedInput(128, 64),
+    MixedInput(128, 128),
+    MixedInput(256, 128, rounded=True),
+    MixedInput(128, 64, gated=True),
+    MixedInput(128, 128, gated=True),
+    MixedInput(256, 128, gated=True, rounded=True),
 )
-SM80_W4 = tuple(Sm80(rows, tokens) for rows in (64, 128) for tokens in (8, 16, 32, 64, 128))
-SM80_W8 = tuple(Sm80(rows, tokens) for rows in (64, 128) for tokens in (16, 64, 128))
+SM80_W4 = (*(Sm80(rows, tokens) for rows in (64, 128) for tokens in (8, 16, 32, 64)), Sm80(256, 64), Sm80(128, 128))
+SM80_W8 = (Sm80(64, 16), Sm80(64, 64), Sm80(128, 64), Sm80(128, 128))
 # Promotion keeps a second accumulator, so a warpgroup can hold 64 x 128 of it: 128 x 128 only in cooperation.
 FULL_WIDE = Tile(128, 128, 128, (2, 1), "cooperative")
 
@@ -390,10 +397,9 @@ def _scaled_mm_block() -> list[Gemm]:
 
 def _w4a16_mm() -> list[Gemm]:
     def tiles(scales: str) -> tuple[Tiles, ...]:
-        """Those whose registers hold what a step takes: 32 k of x for Sm80, and beside a minimum the sums of x."""
-        widest = {"group32": (128, 32), "group32_minimum": (64, 32)}.get(scales, (128, 128))
-        mixed = tuple(tile for tile in MIXED_INPUT if tile.tokens <= widest[0])
-        return (*mixed, *(tile for tile in SM80_W4 if tile.tokens <= widest[1]))
+        """Those whose registers hold what a step takes: beside a minimum also the sums of x."""
+        widest = 64 if scales.endswith("_minimum") else 128
+        return (*(tile for tile in MIXED_INPUT if tile.rounded or tile.tokens <= widest), *SM80_W4)
 
     return [
         Gemm("w4a16_mm", a, "int4", "", "residual", tiles(scales), scales=scales)
@@ -435,7 +441,7 @@ FAMILIES: dict[str, str] = {
     "universal_split_int8": "scaled_mm_int8_int8_128x128x128_2x1_pingpong_split",
     "decode_int8": "scaled_mm_int8_int8_decode16",
     "any_int8": "scaled_mm_int8_int8_any",
-    "mixed_input": "w4a16_mm_bf16_int4_group128_128x16",
+    "mixed_input": "w4a16_mm_bf16_int4_group128_128x32",
     "sm80_w4": "w4a16_mm_fp16_int4_group32_minimum_sm80_64x16",
     "sm80_w8": "w8a16_mm_bf16_e4m3_sm80_128x64",
 }

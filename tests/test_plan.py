@@ -192,7 +192,7 @@ def test_four_bits_take_kernels_for_as_many_k_as_share_a_scale(a: str, scales: s
             assert kernels
             for kernel in kernels:
                 assert kernel.gemm.scales == scales
-                assert isinstance(kernel.tile, MixedInput) and kernel.tile.gated == gated
+                assert isinstance(kernel.tile, Sm80) if m == 1 and not gated else kernel.tile.gated == gated
         names = {name for name, kernel in KERNELS.items() if problem.takes(kernel, 1)}
         taken = {KERNELS[name].gemm.scales for name in names}
         finer = {"group128": ("group128", "group64", "group32"), "group64": ("group64", "group32")}
@@ -204,8 +204,7 @@ def test_four_bits_take_kernels_for_as_many_k_as_share_a_scale(a: str, scales: s
 def test_what_hopper_has_and_what_ampere_has() -> None:
     for op, b, scales in (("w4a16_mm", "int4", "group128"), ("w8a16_mm", "e4m3", ""), ("w8a16_mm", "int8", "block")):
         problem = Problem(op, "bf16", b, "bf16", 4096, 4096, scales=scales)
-        four = op == "w4a16_mm"
-        of_hopper = MixedInput if four else Sm80
+        of_hopper = (MixedInput, Sm80) if op == "w4a16_mm" else Sm80
         for other, kind in (({}, of_hopper), ({"k": 0}, of_hopper), ({"hopper": False}, Sm80)):
             check(replace(problem, **other))
             for row in plan.plan(replace(problem, **other)):
@@ -626,24 +625,38 @@ def packed_request(group_size: int = 64, groups: int = 4) -> dict[str, Any]:
 
 def test_a_request_with_a_packed_weight(dispatcher: Dispatcher) -> None:
     assert ask(**packed_request()) == ""
-    problem = Problem("w4a16_mm", "fp16", "int4", "fp16", 130, 200, scales="group64")
+    problem = Problem("w4a16_mm", "fp16", "int4", "fp16", 130, 200, scales="group64", same_type=False)
     assert dispatcher.rows == [(row.m_limit, *row.choice) for row in plan.plan(problem)]
+    assert dispatcher.key == (130, 200, 0, plan.SCALES.index("group64") + len(STEPS), 3, 9, 3)
+    right = packed_request()
+    assert ask(**right | {"scale_b": right["scale_b"].half()}) == ""
+    assert dispatcher.rows == [(row.m_limit, *row.choice) for row in plan.plan(replace(problem, same_type=True))]
     assert dispatcher.key == (130, 200, 0, plan.SCALES.index("group64"), 3, 9, 3)
     zeros, residual = torch.empty(12, 4, 16), torch.empty(5, 130, dtype=torch.bfloat16)
     permutation = torch.empty(200, dtype=torch.int32)
     rest = {"zeros": zeros, "residual": residual, "permutation": permutation, "bias": torch.empty(130)}
     assert ask(**packed_request(), **rest, minimum=1, out_dtype=6) == ""
-    assert dispatcher.key == (130, 200, 0, plan.SCALES.index("group32_minimum"), 3, 9, 1)
+    assert dispatcher.key == (130, 200, 0, plan.SCALES.index("group32_minimum") + len(STEPS), 3, 9, 1)
     assert ask(**packed_request(-1, 1), op=b"w4a16_mm_silu_and_mul", gated=1) == ""
     gated = replace(problem, scales="group128", gated=True)
     assert dispatcher.rows == [(row.m_limit, *row.choice) for row in plan.plan(gated)]
-    name = b"w4a16_mm_fp16_int4_group32_64x8"
+    name = b"w4a16_mm_fp16_int4_group32_64x32"
     assert ask(**packed_request(), kernel=name + b":split=2") == ""
     assert dispatcher.rows == [(NO_LIMIT, name.decode(), Options(split=2))]
     assert ask(**packed_request(-1, 1), minimum=1, kernel=name) == "w4a16_mm: zeros is None; it must be given"
     assert ask(**packed_request(), **rest, minimum=1, kernel=name).startswith(
         f"w4a16_mm: kernel {name.decode()} does not take m = 5, n = 130, k = 200 of fp16 and int4 to fp16 in layout tn"
     )
+
+
+def test_weights_are_rounded_only_where_scales_have_the_type_of_x() -> None:
+    for same_type in (True, False):
+        for gated in (True, False):
+            problem = Problem(
+                "w4a16_mm", "bf16", "int4", "bf16", 4096, 4096, scales="group128", gated=gated, same_type=same_type
+            )
+            tiles = [KERNELS[c.kernel].tile for c in candidates(problem, 4096) if c != SEPARATELY]
+            assert any(isinstance(tile, MixedInput) and tile.rounded for tile in tiles) == same_type
 
 
 def test_what_a_packed_weight_is_refused_for(dispatcher: Dispatcher) -> None:

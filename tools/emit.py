@@ -358,8 +358,8 @@ CUTEGEMM_KERNEL_FILE("{kernel.name}", cutegemm::{type(tile).__name__}<{kernel.na
 def mixed_input(kernel: Kernel) -> str:
     tile = kernel.tile
     assert isinstance(tile, MixedInput)
-    gated = f"static constexpr bool kGated = {_true(tile.gated)};"
-    return _shapes(tile.tokens) + _of_weight(kernel, tile, "gemm_w4.cuh", CPP_TYPES[kernel.gemm.a], gated)
+    forms = f"static constexpr bool kGated = {_true(tile.gated)}, kRounded = {_true(tile.rounded)};"
+    return _shapes(tile.tokens) + _of_weight(kernel, tile, "gemm_w4.cuh", CPP_TYPES[kernel.gemm.a], forms)
 
 
 def sm80(kernel: Kernel) -> str:

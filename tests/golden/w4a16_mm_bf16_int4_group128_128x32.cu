@@ -28,12 +28,12 @@ struct Formula {
   }
 };
 
-struct w4a16_mm_bf16_int4_group128_128x16 {
+struct w4a16_mm_bf16_int4_group128_128x32 {
   using Element = cutlass::bfloat16_t;
   using Formula = ::Formula;
-  static constexpr bool kGated = false;
-  static constexpr int kRows = 128, kTokens = 16, kStep = 128;
+  static constexpr bool kGated = false, kRounded = false;
+  static constexpr int kRows = 128, kTokens = 32, kStep = 128;
   static constexpr bool kMinimum = false;
 };
 
-CUTEGEMM_KERNEL_FILE("w4a16_mm_bf16_int4_group128_128x16", cutegemm::MixedInput<w4a16_mm_bf16_int4_group128_128x16>)
+CUTEGEMM_KERNEL_FILE("w4a16_mm_bf16_int4_group128_128x32", cutegemm::MixedInput<w4a16_mm_bf16_int4_group128_128x32>)
