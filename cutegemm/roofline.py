@@ -46,9 +46,11 @@ def gemm_bytes(
     dtype: torch.dtype = torch.bfloat16,
     out_dtype: torch.dtype = torch.bfloat16,
     scales: int = 0,
+    weight: int | None = None,
 ) -> int:
-    """Bytes that d = a @ b must move: each operand, result and float32 scale once."""
-    return (m * k + n * k) * dtype.itemsize + m * n * out_dtype.itemsize + 4 * scales
+    """Bytes that d = a @ b must move: each operand, result and float32 scale once. weight: of b, if not in dtype."""
+    of_b = n * k * dtype.itemsize if weight is None else weight
+    return m * k * dtype.itemsize + of_b + m * n * out_dtype.itemsize + 4 * scales
 
 
 def read_floor_us(nbytes: float) -> float:

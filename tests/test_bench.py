@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 
 import cutegemm
 from cutegemm import plan, roofline, testing
-from cutegemm.tools import bench, timed, tune
+from cutegemm.tools import bench, figure, timed, tune, weights
 from cutegemm.tools import heads as head_ops
 from cutegemm.tools import rows as row_ops
 
@@ -69,6 +70,7 @@ def test_gemm_costs_by_hand():
     assert roofline.gemm_flops(2, 3, 5) == 60
     assert roofline.gemm_bytes(2, 3, 5) == (10 + 15) * 2 + 6 * 2
     assert roofline.gemm_bytes(2, 3, 5, torch.float8_e4m3fn, torch.float32, scales=5) == 10 + 15 + 6 * 4 + 5 * 4
+    assert roofline.gemm_bytes(2, 3, 5, weight=7) == 10 * 2 + 7 + 6 * 2
 
 
 def test_floor_is_bytes_for_few_tokens_and_flops_for_many():
@@ -93,6 +95,15 @@ def test_ratios_are_peer_over_ours_and_leave_the_host_row_out():
     assert bench.ratios(ROWS, "vllm") == []
 
 
+def test_ratios_to_the_better_of_two_to_the_floor_and_by_the_size_of_a_weight():
+    rows = [row(1, 4.0, k=4096, n=12207, a=8.0, b=6.0), row(2, 4.0, k=4096, n=12208, b=10.0, c=2.0), row(3, 4.0, c=1.0)]
+    assert [ratio for ratio, _ in bench.ratios(rows, "a or b")] == [1.5, 2.5]
+    assert [ratio for ratio, _ in bench.ratios(rows, "best")] == [0.25, 0.5, 1.5]
+    assert [ratio for ratio, _ in bench.ratios(rows, "floor")] == [0.5] * 3
+    assert [found["m"] for _, found in bench.ratios(rows, "best", large=True)] == [2]  # of 50_003_968 elements
+    assert [found["m"] for _, found in bench.ratios(rows, "best", large=False)] == [3, 1]
+
+
 @pytest.mark.parametrize(
     "bar, passed, value",
     [
@@ -114,13 +125,19 @@ def test_judge(bar, passed, value):
 
 
 def test_bars_are_about_what_is_measured_and_say_where():
-    assert all(bar.peer in ("best", *bench.FAMILIES[bar.family].peers) for bar in bench.BARS)
-    assert all(bar.of in ("geomean", "minimum") for bar in bench.BARS)
-    assert all(any(bar.first <= m <= (bar.last or m) for m in bench.M) for bar in bench.BARS)
+    for bar in bench.BARS:
+        family = bench.FAMILIES[bar.family]
+        assert {*bar.peer.split(" or ")} <= {"best", "floor", *family.peers}
+        assert bar.of in ("geomean", "minimum")
+        assert any(bar.first <= m <= (bar.last or m) for m in family.m)
+        assert any(bar.large in (None, k * n >= bench.LARGE) for k, n in family.kn)
     assert str(bench.Bar("gemm_fp8", "vllm", "geomean", 1.12, last=16)) == "geomean vs vllm, M <= 16, >= 1.12"
     assert str(bench.Bar("gemm_fp8", "vllm", "minimum", 0.9)) == "minimum vs vllm, all M, >= 0.90"
     assert "M >= 1024" in str(bench.Bar("gemm_fp8", "vllm", "geomean", 1, first=1024))
     assert "M = 256" in str(bench.Bar("gemm_fp8", "vllm", "geomean", 1, first=256, last=256))
+    large, small = (str(bench.Bar("gemm_fp8", "floor", "minimum", 0.8, large=large)) for large in (True, False))
+    assert large == "minimum vs floor, all M, weights of at least 50 M, >= 0.80"
+    assert small == "minimum vs floor, all M, weights of less than 50 M, >= 0.80"
 
 
 def test_summary():
@@ -330,9 +347,9 @@ def test_run_of_the_real_candidates(on_cpu, family):
     assert rows[-1]["peers_eager_us"].keys() == rows[-1]["peers"].keys()
     shape, problem = bench.Shape(family, 48, 64, (17,), device="cpu"), bench.problem(family, 48, 64)
     for choice in plan.candidates(problem, 17):
-        bench.refuse_wrong(shape, tune.forced(family, str(choice)), 17)
+        bench.refuse_wrong(shape, bench.forced(family, str(choice)), 17)
     with pytest.raises(ValueError, match="not a kernel"):
-        bench.refuse_wrong(shape, tune.forced(family, "nothing"), 17)
+        bench.refuse_wrong(shape, bench.forced(family, "nothing"), 17)
 
 
 @pytest.mark.parametrize("ours, why", [(right_tensor_wise, "relative error is"), (raises, "n is 48")])
@@ -385,7 +402,7 @@ def test_fused_run_of_the_real_candidates(on_cpu, peers_on_cpu):
     shape, choices = bench.Shape(FUSED, 512, 256, (70,), device="cpu"), plan.candidates(problem, 70)
     assert choices
     for choice in choices:
-        bench.refuse_wrong(shape, tune.forced(FUSED, str(choice)), 70)
+        bench.refuse_wrong(shape, bench.forced(FUSED, str(choice)), 70)
 
 
 def test_fused_bytes_by_hand(on_cpu):
@@ -426,6 +443,152 @@ def test_fused_bar_is_a_share_of_the_best_peer_for_many_tokens():
     assert bench.summary(FUSED, [*rows, row(4096, 8.0, separate=9.9)])[-1].startswith("MISS  gemm_fused")
     assert bench.judge(bar, rows[:1])[0] is None
     assert "in parentheses scaled_mm + activation_quant's time over ours" in bench.markdown(FUSED, META, rows)
+
+
+# Weights of few bits
+
+W4, W4_ZEROS, W4_SM80, W8, W8_INT8 = (
+    bench.FAMILIES[f"gemm_{name}"] for name in ("w4a16", "w4a16_zeros", "w4a16_sm80", "w8a16", "w8a16_int8")
+)
+
+
+@pytest.fixture
+def vllm_on_cpu(monkeypatch):
+    """Machete and Marlin by the layouts that they take."""
+
+    def product(a, codes, scales, group_size):
+        nibbles = torch.stack([codes >> 4 * i & 15 for i in range(8)], -1).flatten(1)  # of (n, k / 8)
+        return (a.float() @ ((nibbles - 8) * scales.t().repeat_interleave(group_size, 1).float()).t()).bfloat16()
+
+    def machete_prepack_B(codes, a_type, b_type, scales_type):
+        assert codes.dtype == torch.int32 and codes.t().is_contiguous() and b_type == weights.UINT4B8
+        assert a_type == scales_type == torch.bfloat16
+        return codes.t()
+
+    def machete_mm(a, w, b_type, out_type, scales, zeros, group_size, *scales_of_rows_and_schedule):
+        assert (out_type, zeros, scales_of_rows_and_schedule) == (None, None, (None,) * 3)
+        assert scales.is_contiguous() and b_type == weights.UINT4B8
+        return product(a, w, scales, group_size)
+
+    def gptq_marlin_repack(codes, permutation, k, n, bits, is_a_8bit):
+        assert codes.shape == (k // 8, n) and codes.is_contiguous() and (bits, is_a_8bit) == (4, False)
+        assert permutation.dtype == torch.int32 and not len(permutation)
+        return codes
+
+    def marlin_gemm(a, c, w, bias, scales, *rest):
+        *nothing, workspace, b_type, m, n, k, k_full, atomic_add, fp32_reduce, zp_float = rest
+        assert (c, bias, nothing) == (None, None, [None] * 5) and b_type == weights.UINT4B8
+        assert (k_full, atomic_add, fp32_reduce, zp_float) == (True, False, True, False)
+        assert workspace.dtype == torch.int32 and len(workspace) >= 132 and not workspace.any()
+        assert a.shape == (m, k) and scales.is_contiguous()
+        # Of 64 scales, i is where 8 * (i % 8) + i // 8 is wanted: a transposed square.
+        return product(a, w.t(), scales.view(-1, 8, 8).transpose(1, 2).reshape(-1, n), k // len(scales))
+
+    for op in (machete_prepack_B, machete_mm, gptq_marlin_repack, marlin_gemm):
+        monkeypatch.setattr(torch.ops._C, op.__name__, op, raising=False)
+    monkeypatch.setattr(bench, "HOST", 128)
+
+
+@pytest.mark.parametrize("family", [W4, W4_ZEROS, W8, W8_INT8], ids=lambda family: family.name)
+def test_weight_run_of_the_real_candidates(on_cpu, vllm_on_cpu, family):
+    rows, refused = bench.run(family, [(256, 384)], (1, 17), device="cpu")
+    assert not refused
+    assert [row["peers"].keys() for row in rows] == [family.peers.keys()] * 3
+    assert rows[-1]["peers_eager_us"].keys() == family.peers.keys()
+    assert all(0 < row["err"] < 2.5e-3 for row in rows)
+    problem = bench.problem(family, 384, 256)
+    assert [row["kernel"] for row in rows[:2]] == [str(plan.choose(problem, m)) for m in (1, 17)]
+    shape = bench.Shape(family, 384, 256, (17,), device="cpu")
+    assert all(0 < shape.error(peer, 17) < 4e-3 for peer in family.peers.values())
+    for choice in plan.candidates(problem, 17):
+        bench.refuse_wrong(shape, bench.forced(family, str(choice)), 17)
+    with pytest.raises(ValueError, match="not a kernel"):
+        bench.refuse_wrong(shape, bench.forced(family, "nothing"), 17)
+
+
+def test_weight_peers_that_do_not_take_a_shape_are_left_out(on_cpu, vllm_on_cpu, capsys):
+    rows, refused = bench.run(W4, [(128, 64)], (1,), device="cpu")
+    assert not refused and rows[0]["peers"].keys() == {"torch_mm", "marlin"}
+    assert (
+        "left out at m=1 n=64 k=128: machete: machete: n is 64; it must be a multiple of 128" in capsys.readouterr().out
+    )
+
+
+def test_weights_are_packed_once_for_each_input_set_and_candidate(on_cpu):
+    seen = []
+
+    def pack(x):
+        seen.append(x)
+        return weights.for_torch(x)
+
+    shape = bench.Shape(W4, 48, 64, (1, 5), device="cpu")
+    candidate = bench.Candidate("packs", weights.torch_mm, pack=pack)
+    for m in (1, 5):
+        bench.refuse_wrong(shape, candidate, m)
+    assert len(seen) == 3 and len({x.w[0].packed.data_ptr() for x in seen}) == 3
+    assert len({x.a.data_ptr() for x in seen}) == 3
+
+
+def test_weight_bytes_by_hand(on_cpu):
+    def nbytes(family):
+        return bench.Shape(family, 64, 256, (5,), device="cpu").bytes(5) - (5 * 256 + 5 * 64) * 2
+
+    assert nbytes(W4) == nbytes(W4_SM80) == 64 * 256 // 2 + 64 * 2 * 2
+    assert nbytes(W4_ZEROS) == 64 * 256 // 2 + 2 * 64 * 4 * 2
+    assert nbytes(W8) == nbytes(W8_INT8) == 64 * 256 + 64 * 4
+
+
+def test_weight_results_that_are_wrong_are_seen(on_cpu):
+    def makes(x, out, factor):
+        return weights.w4a16_mm(x, None) * factor
+
+    def nothing(x, out):
+        weights.w4a16_mm(x, None)
+
+    shape = bench.Shape(W4, 48, 64, (5,), device="cpu")
+    assert shape.error(bench.Candidate("", partial(makes, factor=1)), 5) < 2.5e-3
+    assert shape.error(bench.Candidate("", partial(makes, factor=1.02)), 5) > bench.MAX_ERROR
+    assert shape.error(bench.Candidate("", nothing), 5) == math.inf  # what it was to write is not written
+
+
+@pytest.mark.parametrize("family", [W4, W4_ZEROS, W8, W8_INT8], ids=lambda family: family.name)
+def test_weight_problems_are_those_of_calls(family):
+    named = {"dtype": family.weight.dtype} if family.op == "w8a16_mm" else {"group_size": family.weight.group_size}
+    for k, n in ((4096, 6144), (7168, 2112)):
+        problem = bench.problem(family, n, k)
+        for m in (1, 64, 1024):
+            assert plan.explain(family.op, n, k, m, **named).endswith(f" {plan.choose(problem, m)}")
+
+
+def test_of_kernels_for_sm80_the_best_at_a_glance_is_timed(on_cpu, vllm_on_cpu, monkeypatch):
+    glanced = []
+
+    def time_interleaved(calls, *, rounds, replay_ms):
+        glanced.append(list(calls))
+        return {name: float(-i) for i, name in enumerate(calls)}
+
+    monkeypatch.setattr(testing, "time_interleaved", time_interleaved)
+    rows, refused = bench.run(W4_SM80, [(256, 384)], (1, 64), device="cpu")
+    assert not refused and len(rows) == 2  # and no host times, which would be those of calls without kernel=
+    problem = replace(bench.problem(W4, 384, 256), hopper=False)
+    for found, names in zip(rows, glanced, strict=True):
+        assert names == [str(choice) for choice in plan.candidates(problem, found["m"])]
+        assert len(names) > 1 and all("_sm80_" in name for name in names)
+        assert found["kernel"] == names[-1] and found["us"] == 1.0 and found["peers"].keys() == {"marlin"}
+    assert bench.run(W4_SM80, [(256, 384)], (1,), check_only=True, device="cpu")[0][0]["kernel"] == glanced[0][0]
+    assert len(glanced) == 2
+    (bar,) = (bar for bar in bench.BARS if bar.family == W4_SM80.name)
+    assert bench.judge(bar, [row(1, 8.0, marlin=8.0), row(64, 8.0, marlin=7.9)])[0] is False
+    assert W4_SM80.name not in tune.FAMILIES and W4.name in tune.FAMILIES
+
+
+def test_a_kernel_for_sm80_that_is_wrong_is_not_timed(on_cpu, monkeypatch):
+    def forced(family, name):
+        return bench.Candidate(name, partial(weights.w4a16_mm) if "64x8" in name else raises)
+
+    monkeypatch.setattr(bench, "forced", forced)
+    rows, refused = bench.run(W4_SM80, [(64, 48)], (1,), device="cpu")
+    assert rows == on_cpu == [] and len(refused) == 1
 
 
 # The command line
@@ -516,7 +679,7 @@ def tuning(on_cpu, monkeypatch):
 
     made = bench.Shape
     monkeypatch.setattr(bench, "Shape", shape_on_cpu)
-    monkeypatch.setattr(tune, "forced", forced)
+    monkeypatch.setattr(bench, "forced", forced)
     monkeypatch.setattr(tune, "DECLARED", tune.DECLARED | {choice.kernel for choice in CHOICES})
     monkeypatch.setattr(tune, "glance", lambda calls: us(calls[0].__closure__[0].cell_contents.title))
     monkeypatch.setattr(testing, "time_interleaved", time_interleaved)
@@ -608,6 +771,106 @@ def test_plans_follow_a_table_that_was_tuned(tuning, monkeypatch, tmp_path, with
         assert "measured at m = 5" in plan.explain("scaled_mm", 48, 64)
     finally:
         plan._table.cache_clear()
+
+
+@pytest.mark.parametrize("family", [W4, W4_ZEROS, W8_INT8], ids=lambda family: family.name)
+def test_explain_shows_what_was_tuned_for_a_weight_of_few_bits(tuning, monkeypatch, tmp_path, with_gpu, family):
+    problem = bench.problem(family, 48, 64)
+    slowest = max(plan.candidates(problem, 5), key=lambda choice: plan.cost(problem, choice, 5))
+    monkeypatch.setattr(bench, "ROOT", tmp_path)
+    monkeypatch.setattr(plan, "__file__", str(tmp_path / "cutegemm" / "plan.py"))
+    monkeypatch.setattr(tune, "survey", lambda *args: [{"kernel": slowest.kernel, **vars(slowest.options), "us": 1}])
+    plan._table.cache_clear()
+    try:
+        assert tune.main([family.name, "--nk", "48x64", "--m", "5"]) == 0
+        named = {"dtype": torch.int8} if family is W8_INT8 else {"group_size": family.weight.group_size}
+        text = plan.explain(family.op, 48, 64, 5, **named)
+        assert "measured at m = 5" in text and text.endswith(f" {slowest}")
+        # Other GPUs have a plan without what they can't run.
+        assert "_sm80_" in plan.choose(replace(problem, hopper=False), 5).kernel
+    finally:
+        plan._table.cache_clear()
+
+
+# The figure
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "at"),
+    [
+        ({1: 1.0, 100: 100.0}, {1: 10.0, 100: 10.0}, [10.0]),
+        ({1: 1.0, 100: 100.0}, {1: 10.0, 4: 10.0, 100: 10.0}, [10.0]),  # points between those of the other
+        ({1: 1.0, 16: 16.0, 64: 16.0}, {2: 8.0, 32: 8.0}, [8.0]),  # only where both have points around it
+        ({1: 4.0, 4: 16.0, 16: 4.0, 64: 16.0}, {1: 8.0, 64: 8.0}, [2.0, 8.0, 32.0]),
+        ({1: 1.0, 10: 5.0, 100: 9.0}, {1: 2.0, 10: 5.0, 100: 7.0}, [10.0]),  # at a point
+        ({1: 1.0, 10: 1.0}, {1: 1.0, 10: 1.0}, []),
+        ({1: 1.0, 10: 1.0}, {1: 2.0, 10: 2.0}, []),
+        ({1: 1.0, 10: 1.0}, {20: 2.0, 40: 0.5}, []),
+        ({}, {1: 1.0}, []),
+    ],
+)
+def test_crossovers_by_hand(one, other, at):
+    assert figure.crossovers(one, other) == pytest.approx(at)
+    assert figure.crossovers(other, one) == pytest.approx(at)
+
+
+def test_floors_of_formats_by_hand():
+    n, k = 28672, 4096
+    flops = 2 * 8192 * n * k
+    assert figure.W4A16.floor(8192, n, k) == figure.FORMATS["BF16"].floor(8192, n, k) == pytest.approx(flops / 778e6)
+    assert figure.FORMATS["FP8"].floor(8192, n, k) == pytest.approx(flops / 1514e6)
+    assert figure.W4A16.floor(1, n, k) == roofline.read_floor_us(n * k / 2 + n * k / 128 * 2 + (n + k) * 2)
+    assert figure.FORMATS["FP8"].floor(1, n, k) == roofline.read_floor_us(n * k + 4 * (n + 1) + k + 2 * n)
+    # W4A16 does 2 m n k FLOPs in the time that BF16's bytes take.
+    met = figure.floors_meet("BF16", n, k)
+    assert met is not None and met == pytest.approx(778e6 * 60 / (2 * n * k), rel=0.05)
+    assert figure.floors_meet("W4A16", n, k) == 1
+
+
+def save_curves(folder):
+    def made(us, m, **peers):
+        return row(m, us, k=4096, n=28672, **peers)
+
+    save(folder, "gemm_w4a16", [made(10.0, 1, torch_mm=40.0), made(160.0, 256, torch_mm=80.0), row(1, 1.0, k=7, n=7)])
+    save(folder, "gemm_fp8", [made(20.0, 1), made(40.0, 256)])
+
+
+def test_figure_of_results_made_by_hand(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    results = tmp_path / "benchmarks" / "h200"
+    save_curves(results)
+    monkeypatch.setattr(bench, "ROOT", tmp_path)
+    begin, end = figure.MARKS
+    (tmp_path / "README.md").write_text(f"before\n{begin}\nold\n{end}\nafter\n")
+    assert figure.main([]) == 0
+    assert (results / "w4a16.png").read_bytes()[:4] == b"\x89PNG"
+    text = (tmp_path / "README.md").read_text()
+    assert text.startswith(f"before\n{begin}\n![") and text.endswith(f"\n{end}\nafter\n")
+    # log2: 10 to 160 us in 8 doublings of M, 40 to 80 in as many, and 20 to 40.
+    bf16, fp8 = 256 ** (2 / 3), 256 ** (1 / 3)
+    meet = [figure.floors_meet(each, 28672, 4096) for each in figure.OTHERS]
+    assert f"| 4096 × 28672 | BF16 | {bf16:.0f} | {meet[0]} |\n| 4096 × 28672 | FP8 | {fp8:.0f} | {meet[1]} |" in text
+    assert "14336" not in text and "of commit abc" in text
+    # Of other results the table is printed.
+    save_curves(tmp_path / "new")
+    assert figure.main([str(tmp_path / "new")]) == 0
+    assert (tmp_path / "new" / "w4a16.png").exists()
+    assert f"| {bf16:.0f} | {meet[0]} |" in capsys.readouterr().out
+    assert (tmp_path / "README.md").read_text() == text
+
+
+def test_figure_without_results(tmp_path, capsys):
+    assert figure.table({}) == "Nothing is measured yet."
+    for rows in ([], [row(1, 1.0, k=7, n=7, torch_mm=2.0)]):
+        save(tmp_path, "gemm_w4a16", rows)
+        with pytest.raises(SystemExit):
+            figure.main([str(tmp_path)])
+        assert "has no gemm_w4a16.json with a weight of k × n = 4096 × 28672 or 14336 × 4096" in capsys.readouterr().err
+
+
+def test_readme_is_in_step_with_the_committed_crossovers():
+    readme = (CHECKOUT / "README.md").read_text()
+    assert figure.with_table(readme, CHECKOUT / "benchmarks" / "h200") == readme, "run python tools/figure.py"
 
 
 # The ops on rows

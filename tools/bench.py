@@ -4,6 +4,7 @@
     python tools/bench.py gemm_fp8 --m 1,16 --nk 6144x4096  some rows, printed; kept only where --out says
     python tools/bench.py --peers DIR                       also vLLM's compiled ops, in DIR or DIR/vllm
     python tools/bench.py --check                           compare results with float32, time nothing
+    python tools/bench.py gemm_w4a16_sm80                   what the kernels for compute capability 8 reach on this GPU
     python tools/bench.py --tables                          rewrite README.md's tables from what is committed
 
 What is compared is replayed in turns, in one run, from CUDA graphs over inputs that exceed L2
@@ -24,7 +25,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +37,7 @@ import cutegemm
 from cutegemm import plan, roofline, testing
 from cutegemm.tools import heads as head_ops
 from cutegemm.tools import rows as row_ops
-from cutegemm.tools import timed
+from cutegemm.tools import timed, weights
 
 ROOT = Path(__file__).resolve().parent.parent
 MARKS = "<!-- measured:begin -->", "<!-- measured:end -->"
@@ -57,10 +59,18 @@ BLOCK_M = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 # Of gate_up, n for both: Llama-3-8B, DeepSeek-V3's experts and its dense layers, Qwen-14B.
 GATED_KN = ((4096, 28672), (7168, 4096), (7168, 36864), (5120, 27648))
 GATED_M = (64, 256, 1024, 2048, 4096, 8192)
+# Of weights of few bits: Llama-3-8B and 70B, and one of DeepSeek-V3, whose n is no multiple of 128.
+WEIGHT_KN = (*KN[:4], (8192, 10240), (8192, 57344), (28672, 8192), (7168, 2112))
+WEIGHT_M = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 8192)
+WEIGHT8_KN = ((4096, 6144), (4096, 28672), (14336, 4096), (7168, 2112))
 HOST = 1024  # n and k of the row with host times, at M = 1
 
 # Rounding to BF16 alone gives 1.7e-3, and FP8's fast accumulation up to 3e-3. A wrong kernel is far above.
 MAX_ERROR = 1e-2
+LARGE = 50_000_000  # elements of a weight, for bars
+
+# Peers by what --peers finds.
+PEERS = {"vllm": ("vllm", "machete", "marlin"), "deep_gemm": ("deep_gemm",)}
 
 
 class Operands(NamedTuple):
@@ -81,13 +91,20 @@ class Operands(NamedTuple):
         return self._replace(a=self.a.clone(), b=self.b.t().clone().t())
 
 
+def as_it_is(x: Any) -> Any:
+    return x
+
+
 @dataclass(frozen=True)
 class Candidate:
+    """Its inputs are Operands or, of weights of few bits, weights.Inputs. What it wants otherwise is not timed."""
+
     title: str
-    call: Callable[[Operands, Tensor | None], Any]  # with the tensor to write, or None to make one
+    call: Callable[..., Any]  # with inputs and the tensor to write, or None to make one; ours also with kernel=
     tensor_wise: bool = False  # takes one_a and one_b
     eager: bool = True  # can make its result, so that a host time can be told
-    prepare: Callable[[Operands], Operands] = lambda x: x  # what it wants otherwise; outside of the time
+    prepare: Callable[[Any], Any] = as_it_is  # of inputs that are cut to m
+    pack: Callable[[Any], Any] = as_it_is  # of inputs with the weight of ours, once for all m
 
 
 @dataclass(frozen=True)
@@ -101,13 +118,20 @@ class Family:
     peers: dict[str, Candidate]  # the first is the one that README.md compares with
     blocks: bool = False  # scales for 128 k, and 128 columns of b
     gated: bool = False  # codes and scales are returned, of silu of the first half of the columns times the second
+    weight: weights.W4 | weights.W8 | None = None  # what it has in place of dtype, which is then a's
+    hopper: bool = True  # or ours is the best of the kernels for GPUs of compute capability 8
     kn: tuple[tuple[int, int], ...] = KN
     m: tuple[int, ...] = M
     most: float = MAX_ERROR  # of the error
 
 
-def _scaled_mm(x: Operands, out: Tensor | None) -> Tensor:
-    return cutegemm.scaled_mm(x.a, x.b, x.scale_a, x.scale_b, out=out)  # fast accumulation is its default
+def _scaled_mm(x: Operands, out: Tensor | None, kernel: str | None = None) -> Tensor:
+    # Fast accumulation is its default.
+    return cutegemm.scaled_mm(x.a, x.b, x.scale_a, x.scale_b, out=out, kernel=kernel)
+
+
+def _mm(x: Operands, out: Tensor | None, kernel: str | None = None) -> Tensor:
+    return cutegemm.mm(x.a, x.b, out=out, kernel=kernel)
 
 
 def _torch_row(x: Operands, out: Tensor | None) -> object:
@@ -148,8 +172,8 @@ def _for_deep_gemm(x: Operands) -> Operands:
     return x._replace(scale_a=_deep().get_mn_major_tma_aligned_tensor(x.scale_a.contiguous()))
 
 
-def _fused(x: Operands, out: Tensor | None) -> object:
-    return cutegemm.scaled_mm_quant(x.a, x.b, x.scale_a, x.scale_b, silu_and_mul=True)
+def _fused(x: Operands, out: Tensor | None, kernel: str | None = None) -> object:
+    return cutegemm.scaled_mm_quant(x.a, x.b, x.scale_a, x.scale_b, silu_and_mul=True, kernel=kernel)
 
 
 def _separate(x: Operands, out: Tensor | None) -> object:
@@ -171,6 +195,37 @@ def _deep_gemm_then_vllm(x: Operands, out: Tensor | None) -> object:
     torch.ops._C.silu_and_mul_per_block_quant(q, out, scale, 128, None, False)
     return q, scale
 
+
+TORCH_BF16 = Candidate("torch.mm in BF16", weights.torch_mm, pack=weights.for_torch)
+MARLIN = Candidate("Marlin", weights.marlin, pack=weights.for_marlin)
+W4A16 = Family(
+    "gemm_w4a16",
+    "W4A16: `w4a16_mm`, BF16, four bits with a scale for each group of 128",
+    op="w4a16_mm",
+    mode="group 128",
+    dtype=torch.bfloat16,
+    ours=Candidate("w4a16_mm", weights.w4a16_mm),
+    peers={
+        "torch_mm": TORCH_BF16,
+        "machete": Candidate("Machete", weights.machete, pack=weights.for_machete),
+        "marlin": MARLIN,
+    },
+    weight=weights.W4(128),
+    kn=WEIGHT_KN,
+    m=WEIGHT_M,
+)
+W8A16 = Family(
+    "gemm_w8a16",
+    "W8A16: `w8a16_mm`, BF16, e4m3 with a scale per channel",
+    op="w8a16_mm",
+    mode="e4m3, channel",
+    dtype=torch.bfloat16,
+    ours=Candidate("w8a16_mm", weights.w8a16_mm),
+    peers={"torch_mm": TORCH_BF16},
+    weight=weights.W8(torch.float8_e4m3fn),
+    kn=WEIGHT8_KN,
+    m=M[:5],
+)
 
 FAMILIES: dict[str, Family] = {
     family.name: family
@@ -238,8 +293,33 @@ FAMILIES: dict[str, Family] = {
             op="mm",
             mode="bf16",
             dtype=torch.bfloat16,
-            ours=Candidate("mm", lambda x, out: cutegemm.mm(x.a, x.b, out=out)),
+            ours=Candidate("mm", _mm),
             peers={"torch_mm": Candidate("torch.mm", lambda x, out: torch.mm(x.a, x.b, out=out))},
+        ),
+        W4A16,
+        replace(
+            W4A16,
+            name="gemm_w4a16_zeros",
+            title="W4A16 with zero points: `w4a16_mm`, BF16, four bits with a scale and a zero for each group of 64",
+            mode="group 64, zeros",
+            peers={"torch_mm": TORCH_BF16},
+            weight=weights.W4(64, zeros=True),
+        ),
+        replace(
+            W4A16,
+            name="gemm_w4a16_sm80",
+            title="W4A16 by the kernels for compute capability 8: `w4a16_mm(kernel=...)`, the best of them",
+            peers={"marlin": MARLIN},
+            m=WEIGHT_M[:7],
+            hopper=False,
+        ),
+        W8A16,
+        replace(
+            W8A16,
+            name="gemm_w8a16_int8",
+            title="W8A16: `w8a16_mm`, BF16, INT8 with a scale per channel",
+            mode="int8, channel",
+            weight=weights.W8(torch.int8),
         ),
     )
 }
@@ -250,11 +330,12 @@ class Bar:
     """What is wanted of the ratio peer time / our time over the rows with first <= m <= last."""
 
     family: str
-    peer: str  # or "best" of them
+    peer: str  # as ratios() has it
     of: str  # "geomean" or "minimum"
     least: float
     first: int = 1
     last: int | None = None
+    large: bool | None = None  # only weights that have LARGE elements, or only those that don't
 
     def __str__(self) -> str:
         if self.last is None:
@@ -263,6 +344,8 @@ class Bar:
             tokens = f"M = {self.first}"
         else:
             tokens = f"M <= {self.last}" if self.first == 1 else f"{self.first} <= M <= {self.last}"
+        if self.large is not None:
+            tokens += f", weights of {'at least' if self.large else 'less than'} {LARGE // 10**6} M"
         return f"{self.of} vs {self.peer}, {tokens}, >= {self.least:.2f}"
 
 
@@ -281,6 +364,20 @@ BARS = (
     Bar("gemm_fused", "best", "minimum", 1.25, first=1024),  # at most 0.8 of the time
     Bar("gemm_bf16", "torch_mm", "geomean", 1.00),
     Bar("gemm_bf16", "torch_mm", "minimum", 0.92),
+    Bar("gemm_w4a16", "machete or marlin", "geomean", 1.50, last=64),
+    *(
+        bar
+        for name in ("gemm_w4a16", "gemm_w4a16_zeros")
+        for bar in (
+            Bar(name, "torch_mm", "geomean", 3.10, last=16, large=True),
+            Bar(name, "torch_mm", "geomean", 2.40, last=16, large=False),
+            Bar(name, "floor", "minimum", 1 / 1.2, last=16),
+            Bar(name, "best", "geomean", 1.10, first=65, last=511),
+            Bar(name, "torch_mm", "geomean", 1.00, first=512),
+            Bar(name, "torch_mm", "minimum", 0.95, first=512),
+        )
+    ),
+    Bar("gemm_w4a16_sm80", "marlin", "minimum", 1.00),
 )
 
 
@@ -305,6 +402,13 @@ class Shape:
         def normal(rows: int) -> Tensor:
             return torch.randn(rows, k, generator=generator, device=device, dtype=torch.bfloat16)
 
+        self.outs = [torch.empty(max(ms) + 3, n, device=device, dtype=torch.bfloat16) for _ in range(2)]
+        self._packed: dict[Callable[[Any], Any], list[Any]] = {}
+        if family.weight:
+            w = family.weight.quantize(normal(n) / k**0.5)
+            self.weight, self.weight_bytes = weights.values(w), sum(part.nbytes for part in w)
+            self._add_sets(weights.Inputs(normal(max(ms)), w), min(ms))
+            return
         if family.blocks:
             a, scale_a = cutegemm.quantize_fp8(normal(max(ms)), granularity="group")
             # So that products are about normal, where silu is not yet 0 or the identity.
@@ -318,11 +422,20 @@ class Shape:
             self.weight = weight.float()
         # Each in an allocation of its own: cuBLAS refuses a scale that is not aligned to 16 bytes.
         one_a, one_b = (torch.tensor([scale], device=device) for scale in (0.01, 0.02))
-        x = Operands(a, weight.t(), scale_a, scale_b, scale_w, one_a, one_b)
-        self.outs = [torch.empty(max(ms) + 3, n, device=device, dtype=torch.bfloat16) for _ in range(2)]
-        self.sets = [x, *(x.copy() for _ in range(1, self.count(min(ms))))]
+        self._add_sets(Operands(a, weight.t(), scale_a, scale_b, scale_w, one_a, one_b), min(ms))
+
+    def _add_sets(self, x: Operands | weights.Inputs, m: int) -> None:
+        self.sets: list[Any] = [x, *(x.copy() for _ in range(1, self.count(m)))]
+
+    def packed(self, candidate: Candidate) -> list[Any]:
+        """The input sets with the weight as the candidate takes it."""
+        if candidate.pack not in self._packed:
+            self._packed[candidate.pack] = [candidate.pack(x) for x in self.sets]
+        return self._packed[candidate.pack]
 
     def bytes(self, m: int) -> int:
+        if self.family.weight:
+            return roofline.gemm_bytes(m, self.n, self.k, self.family.dtype, weight=self.weight_bytes)
         scales = m + self.n if self.family.op == "scaled_mm" else 0
         if self.family.blocks:
             scales = -(-self.k // 128) * (m + -(-self.n // 128))
@@ -340,7 +453,7 @@ class Shape:
             return lambda: candidate.call(x, out)
 
         # A candidate may add rows; they lie behind those that are looked at.
-        prepared = [candidate.prepare(x.rows(m)) for x in self.sets[: self.count(m)]]
+        prepared = [candidate.prepare(x.rows(m)) for x in self.packed(candidate)[: self.count(m)]]
         return [bind(x, self.outs[i % 2][: len(x.a)]) for i, x in enumerate(prepared)]
 
     def error(self, candidate: Candidate, m: int) -> float:
@@ -353,7 +466,9 @@ class Shape:
         sample = torch.linspace(0, m - 1, min(m, 16), device=self.device).round().long()
         # Few operations take FP8; indexing bytes gives the same rows.
         rows = x.a.view(torch.uint8)[sample].view(x.a.dtype)
-        if self.family.blocks:
+        if self.family.weight:
+            want = rows.float() @ self.weight.t()
+        elif self.family.blocks:
             want = cutegemm.dequantize_fp8(rows, x.scale_a[sample]) @ self.weight.t()
         else:
             want = rows.float() @ self.weight.t()
@@ -369,6 +484,8 @@ class Shape:
             gate, up = want.chunk(2, 1)
             want = torch.nn.functional.silu(gate) * up
             outs = [cutegemm.dequantize_fp8(*codes) for codes in results]
+        else:  # some peers make their result, and leave alone what they were given
+            outs = [made[:m] if isinstance(made, Tensor) else out for made, out in zip(results, outs, strict=True)]
         if not all(bool(out.isfinite().all()) for out in outs):
             return math.inf
         return max(testing.relative_error(out[sample], want) for out in outs)
@@ -389,19 +506,35 @@ def refuse_wrong(shape: Shape, candidate: Candidate, m: int) -> float:
 
 def problem(family: Family, n: int, k: int) -> plan.Problem:
     operand, width = plan.DTYPES[family.dtype], family.dtype.itemsize
+    of_weight = {"b": operand, "scales": "block" if family.blocks else ""}
+    if family.weight:
+        of_weight = family.weight.problem(k)
     return plan.Problem(
-        "mm" if family.op == "mm" else "scaled_mm",
-        operand,
-        operand,
-        "e4m3" if family.gated else "bf16",
-        n,
-        k,
+        op=next(product for product in plan.PRODUCTS if family.op.startswith(product)),
+        a=operand,
+        d="e4m3" if family.gated else "bf16",
+        n=n,
+        k=k,
         fast_accum=family.dtype == torch.float8_e4m3fn and not family.blocks,
-        scales="block" if family.blocks else "",
         gated=family.gated,
         aligned=k * width % 16 == 0,
         aligned_out=n * 2 % 16 == 0,
+        hopper=family.hopper,
+        **of_weight,
     )
+
+
+def forced(family: Family, kernel: str) -> Candidate:
+    """Ours with a kernel by its name."""
+    return replace(family.ours, title=kernel, call=partial(family.ours.call, kernel=kernel))
+
+
+def contenders(family: Family, n: int, k: int, m: int) -> dict[str, Candidate]:
+    """By kernel, what may be timed as ours: what the plan chooses or, not for Hopper, each that is worth trying."""
+    of = problem(family, n, k)
+    if family.hopper:
+        return {str(plan.choose(of, m, torch.cuda.get_device_name())): family.ours}
+    return {str(choice): forced(family, str(choice)) for choice in plan.candidates(of, m)}
 
 
 # Measuring
@@ -418,16 +551,21 @@ def times(candidates: dict[str, list[Callable[[], object]]], rounds: int) -> dic
 def measure(shape: Shape, m: int, peers: dict[str, Candidate], rounds: int, check_only: bool = False) -> Row:
     """One row. Raises where our kernel fails or is wrong; a peer that does is left out, and said so."""
     family, n, k = shape.family, shape.n, shape.k
-    error = refuse_wrong(shape, family.ours, m)
+    ours = contenders(family, n, k, m)
+    error = max(refuse_wrong(shape, candidate, m) for candidate in ours.values())
     flops = roofline.gemm_flops(m, n, k)
     row: Row = {"op": family.op, "mode": family.mode, "m": m, "n": n, "k": k}
-    row["kernel"] = str(plan.choose(problem(family, n, k), m, torch.cuda.get_device_name()))
+    row["kernel"] = next(iter(ours))
     row["floor_us"] = round(roofline.floor_us(shape.bytes(m), flops, family.dtype), 2)
     row["err"] = float(f"{error:.2e}")
     if check_only:
         return row
 
-    candidates = {"": shape.calls(family.ours, m)}
+    if len(ours) > 1:
+        calls = {name: shape.calls(candidate, m) for name, candidate in ours.items()}
+        glanced = testing.time_interleaved(calls, rounds=5, replay_ms=0.5)
+        row["kernel"] = min(glanced, key=glanced.__getitem__)
+    candidates = {"": shape.calls(ours[row["kernel"]], m)}
     for name, peer in peers.items():
         try:
             refuse_wrong(shape, peer, m)
@@ -445,9 +583,9 @@ def measure(shape: Shape, m: int, peers: dict[str, Candidate], rounds: int, chec
 
 def measure_host(row: Row, shape: Shape, peers: dict[str, Candidate]) -> None:
     """Adds the host's share of an eager call, result allocated: `eager_us` and `peers_eager_us`."""
-    x = shape.sets[0].rows(row["m"])
 
     def host(candidate: Candidate) -> float:
+        x = shape.packed(candidate)[0].rows(row["m"])
         return round(testing.host_time(lambda: candidate.call(x, None)), 2)
 
     row["eager_us"] = host(shape.family.ours)
@@ -463,7 +601,10 @@ def run(
     check_only: bool = False,
     device: str = "cuda",
 ) -> tuple[list[Row], list[str]]:
-    """The family's rows, the last of them with host times, and a sentence for each row that was refused."""
+    """The family's rows, the last of them with host times, and a sentence for each row that was refused.
+
+    A kernel by its name has no host times, since calls otherwise have none.
+    """
     peers = {name: peer for name, peer in family.peers.items() if name not in without}
     rows: list[Row] = []
     refused: list[str] = []
@@ -484,7 +625,7 @@ def run(
 
     for k, n in kn:
         sweep(n, k, ms)
-    if not check_only:
+    if not check_only and family.hopper:
         sweep(HOST, HOST, (1,), host=True)
     return rows, refused
 
@@ -501,19 +642,26 @@ def models(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if "eager_us" not in row]
 
 
-def ratios(rows: Iterable[Row], peer: str, first: int = 1, last: int | None = None) -> list[tuple[float, Row]]:
-    """(peer time / our time, row) over the models' shapes, the worst first."""
-    pairs = [
-        ((min(row["peers"].values()) if peer == "best" else row["peers"][peer]) / row["us"], row)
-        for row in models(rows)
-        if (row["peers"] if peer == "best" else peer in row["peers"]) and first <= row["m"] <= (last or math.inf)
-    ]
+def ratios(
+    rows: Iterable[Row], peer: str, first: int = 1, last: int | None = None, large: bool | None = None
+) -> list[tuple[float, Row]]:
+    """(peer time / our time, row) over the models' shapes, the worst first.
+
+    peer: a name; "one or other", the better of those that were measured; "best" of all; or "floor", the floor's time.
+    """
+    pairs = []
+    for row in models(rows):
+        us = row["peers"] | {"floor": row["floor_us"]}
+        names = row["peers"] if peer == "best" else [name for name in peer.split(" or ") if name in us]
+        wanted = large is None or large == (row["n"] * row["k"] >= LARGE)
+        if names and wanted and first <= row["m"] <= (last or math.inf):
+            pairs.append((min(us[name] for name in names) / row["us"], row))
     return sorted(pairs, key=lambda pair: pair[0])
 
 
 def judge(bar: Bar, rows: Iterable[Row]) -> tuple[bool | None, str]:
     """Whether the bar is passed (None: nothing was measured), and a line that says so."""
-    found = ratios(rows, bar.peer, bar.first, bar.last)
+    found = ratios(rows, bar.peer, bar.first, bar.last, bar.large)
     if not found:
         return None, f"----  {bar.family}: {bar}: not measured"
     worst, row = found[0]
@@ -619,14 +767,18 @@ def tables(results: Path) -> str:
     return "\n\n".join(blocks) or "Nothing is measured yet."
 
 
-def with_tables(readme: str, results: Path) -> str:
-    """README.md's text with the tables of the results in place of what stands between its marks."""
-    begin, end = MARKS
+def between(marks: tuple[str, str], readme: str, text: str) -> str:
+    """README.md's text with the given one in place of what stands between the marks."""
+    begin, end = marks
     if readme.count(begin) != 1 or readme.count(end) != 1 or readme.index(end) < readme.index(begin):
         raise ValueError(f"README.md must hold {begin} once and, after it, {end} once")
     head, rest = readme.split(begin)
     tail = rest.split(end)[1]
-    return f"{head}{begin}\n{tables(results)}\n{end}{tail}"
+    return f"{head}{begin}\n{text}\n{end}{tail}"
+
+
+def with_tables(readme: str, results: Path) -> str:
+    return between(MARKS, readme, tables(results))
 
 
 def write(path: Path, text: str) -> None:
@@ -759,7 +911,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     lines: list[str] = []
     refused: list[str] = []
-    without = [*args.without, *(name for name in ("vllm", "deep_gemm") if name not in meta["peers"])]
+    without = [*args.without, *(name for of, names in PEERS.items() if of not in meta["peers"] for name in names)]
     for name in args.families or names:
         if name in MEMORY_BOUND:
             module = MEMORY_BOUND[name]

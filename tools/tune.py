@@ -21,9 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-import cutegemm
 from cutegemm import plan, testing
 from cutegemm.tools import bench
 from cutegemm.variants import DECLARED
@@ -32,19 +30,8 @@ Row = dict[str, Any]
 
 M = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 8192)
 KEPT = 6
-
-
-def forced(family: bench.Family, kernel: str) -> bench.Candidate:
-    def scaled_mm(x: bench.Operands, out: Tensor | None) -> object:
-        return cutegemm.scaled_mm(x.a, x.b, x.scale_a, x.scale_b, out=out, kernel=kernel)
-
-    def scaled_mm_quant(x: bench.Operands, out: Tensor | None) -> object:
-        return cutegemm.scaled_mm_quant(x.a, x.b, x.scale_a, x.scale_b, silu_and_mul=True, kernel=kernel)
-
-    def mm(x: bench.Operands, out: Tensor | None) -> object:
-        return cutegemm.mm(x.a, x.b, out=out, kernel=kernel)
-
-    return bench.Candidate(kernel, {call.__name__: call for call in (scaled_mm, scaled_mm_quant, mm)}[family.op])
+# Those whose kernels a plan for this GPU takes.
+FAMILIES = {name: family for name, family in bench.FAMILIES.items() if family.hopper}
 
 
 def glance(calls: Sequence[Callable[[], object]]) -> float:
@@ -66,7 +53,7 @@ def survey(shape: bench.Shape, m: int, choices: Iterable[plan.Choice], faults: C
     named = {str(choice): choice for choice in choices}
     calls, seen = {}, {}
     for name in named:
-        candidate = forced(shape.family, name)
+        candidate = bench.forced(shape.family, name)
         try:
             bench.refuse_wrong(shape, candidate, m)
             calls[name] = shape.calls(candidate, m)
@@ -107,14 +94,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python tools/tune.py", description="Measure which kernel is best for which problem."
     )
     add = parser.add_argument
-    names = ", ".join(bench.FAMILIES)
+    names = ", ".join(FAMILIES)
     add("families", nargs="*", metavar="FAMILY", help=f"of {names} (default: all)")
     add("--m", type=bench.numbers, default=M, metavar="M,...", help="numbers of tokens")
     add("--nk", type=bench.nk_pairs, metavar="NxK,...", help="shapes of the weight, (n, k) (default: the family's)")
     add("--out", type=Path, metavar="FILE", help="the table (default: cutegemm/tuned/<gpu>.json)")
     add("--commit", metavar="NAME", help="what is measured, where the tree has no git folder")
     args = parser.parse_args(argv)
-    if unknown := [name for name in args.families if name not in bench.FAMILIES]:
+    if unknown := [name for name in args.families if name not in FAMILIES]:
         parser.error(f"{unknown[0]} is not a family; they are {names}")
     if not torch.cuda.is_available():
         parser.error("there is no GPU: torch.cuda.is_available() is false")
@@ -128,8 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     faults: Counter[str] = Counter()
     start = time.monotonic()
-    for name in args.families or bench.FAMILIES:
-        family = bench.FAMILIES[name]
+    for name in args.families or FAMILIES:
+        family = FAMILIES[name]
         for k, n in args.nk or family.kn:
             shape, problem = bench.Shape(family, n, k, args.m), bench.problem(family, n, k)
             found = []
