@@ -212,7 +212,7 @@ def _options(problem: Problem, tile: Tiles, m: int) -> list[Options]:
         return [
             Options(split, rows=rows)
             for split, clusters in CLUSTERS.items()
-            if split == 1 or problem.k >= split * 256
+            if split == 1 or (problem.k >= split * 256 and ceil(problem.n / tile.rows) * token_tiles <= clusters)
             for rows in sorted({0, _even_rows(problem.n * token_tiles, clusters, tile.rows, 16) % tile.rows})
         ]
     if isinstance(tile, Sm80) and problem.hopper:
@@ -226,7 +226,7 @@ def _options(problem: Problem, tile: Tiles, m: int) -> list[Options]:
             for each in (1, 2)
             if split == 1 or problem.k >= split * 1024
         }
-        return [Options(), *sorted(even, key=str)]
+        return sorted(even, key=str)
     if isinstance(tile, Tile):
         if tile.split:
             splits = [s for s in (2, 3, 4, 6, 8) if k_bytes % (16 * s) == 0 and k_bytes >= s * 512]
@@ -280,20 +280,22 @@ def cost(problem: Problem, choice: Choice, m: int) -> float:
 
     split = max(1, choice.options.split)
     if isinstance(tile, (MixedInput, Sm80)):
-        # Rates of a multiprocessor, a µs. Those of values and of MMAs are what kernels were seen to reach.
-        hopper = isinstance(tile, MixedInput)
+        # Rates of a multiprocessor, a µs: what kernels were seen to reach on 80 problems in groups of 128.
         rows = choice.options.rows or tile.rows
         tiles = ceil(n / rows) * ceil(m / tile.tokens)
         memory = (n * k * BYTES[problem.b] + m * k * 2 + m * n * BYTES[problem.d]) / 4.0e6
         memory += n * ceil(k / STEPS.get(problem.scales, 128)) * 2 / 4.0e6
-        if isinstance(tile, MixedInput):
-            of_mmas = 2 * rows * max(tile.tokens, 48) * k / (5.9e6 * (0.8 if tile.rounded else 0.75))
-        else:  # of a block of 128 k some of the work is for all strips
-            of_mmas = (rows + 8) * k / (1750 * {8: 40, 16: 28, 32: 14}.get(tile.tokens, 500 / tile.tokens))
-        from_l2 = (tile.tokens * 2 + rows * BYTES[problem.b]) * k / (64 * 1750)
-        work = ceil(tiles / CLUSTERS[split]) * max(of_mmas, from_l2) / split
-        exchange = (1.3 + 0.035 * tile.tokens if hopper else 1.5) if split > 1 else 0.0
-        return (3.5 if hopper else 2.9) + exchange + max(memory, work)
+        if isinstance(tile, MixedInput):  # all of a tile's MMAs are done, also where it has fewer rows
+            rate = 5.9e6 * {32: 0.54 if tile.rows == 64 else 0.68, 64: 0.83}.get(
+                tile.tokens, 0.87 if tile.rounded else 0.85
+            )
+            work = ceil(tiles / CLUSTERS[split]) * 2 * tile.rows * max(tile.tokens, 48) * k / rate
+            return 3.5 + (1.3 + 0.035 * tile.tokens if split > 1 else 0.0) + max(memory, work / split)
+        # Two CTAs share a multiprocessor, and one alone cannot use it. Some of the work for k is for all rows.
+        sm80_rate = 1750 * {8: 40, 16: 30, 32: 14}.get(tile.tokens, 500 / tile.tokens)
+        alone, of_all = (1.6, 4) if tile.tokens == 8 else (1.1, 8)
+        turns = 2 * ceil(tiles * split / (2 * MULTIPROCESSORS)) if tiles * split > MULTIPROCESSORS else alone
+        return 2.9 + (1.5 if split > 1 else 0.0) + max(memory, turns * (rows + of_all) * k / split / sm80_rate)
 
     if isinstance(tile, Decode):
         rows = choice.options.rows or tile.rows
