@@ -8,13 +8,17 @@
 //    costs little.
 //  - For more (kRounded) MMAs are the limit, and each 16 columns of a weight are used for 128 tokens. So a weight's
 //    value is rounded to 16 bits, as a weight of 16 bits would be, and MMAs add over all of k. They never wait for an
-//    addition: while those of one set of values run the next set is made.
+//    addition: while some run, values for the next are made.
 //  - Two threads issue all TMA loads, one of codes and scales, one of x, ahead of the MMAs and across tiles. One took
 //    longer for a stage than HBM does.
 //  - For 32 tokens warps share strips: each has its own k of a stage, and their sums are added in the end. It takes 16
 //    warps to make values as fast as HBM brings codes.
-//  - For up to 64 tokens a cluster of `split` CTAs may share a tile, each with its part of k, and adds through
+//  - For 32 tokens a cluster of `split` CTAs may share a tile, each with its part of k, and adds through
 //    distributed shared memory in a fixed order. There is no workspace and no second launch.
+//  - For more, tiles that would leave multiprocessors idle, those of the last wave, may be shared: all their k is dealt
+//    out evenly. The CTA that has the end of a tile's k adds what up to `split` - 1 others, of lower numbers, left in
+//    the workspace. They did that first of all, and CTAs start in the order of their numbers, so that none waits for
+//    one that cannot run.
 #pragma once
 #include <cuda.h>
 #include <cudaTypedefs.h>
@@ -23,11 +27,13 @@
 #include <cutlass/numeric_types.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cute/algorithm/gemm.hpp>
 #include <cute/arch/cluster_sm90.hpp>
 #include <cute/atom/mma_traits_sm90_gmma.hpp>
 #include <cute/tensor.hpp>
 #include <cutlass/gemm/collective/builders/sm90_common.inl>
+#include <random>
 #include <type_traits>
 
 #include "cluster.cuh"
@@ -47,8 +53,10 @@ constexpr int kMmaRows = 64, kStrip = 16;  // rows of wgmma, and of a warp in it
 constexpr int kSpan = 64;        // k: 128 bytes of x, TMA's and wgmma's swizzle, and 16 bytes of a lane's codes
 constexpr int kSpanBytes = 512;  // of a strip's codes
 constexpr int kMaxStages = 16;
-constexpr int kTurn = 5;  // and the next: named barriers by which warpgroups order themselves
+constexpr int kTurn = 5;   // and the next: named barriers by which warpgroups order themselves
+constexpr int kGiven = 7;  // another one, for sums that go to the workspace
 constexpr int kSharedBytes = 227 * 1024;
+constexpr int kMaxCtas = 1 << 30;
 constexpr int kBytesInFlight = 8 << 20;  // of codes, over all CTAs
 
 // A tile of kRows of the weight and kTokens of x, as the emitted Variant declares it: see variants.py's MixedInput.
@@ -57,7 +65,7 @@ constexpr int kBytesInFlight = 8 << 20;  // of codes, over all CTAs
 template <class Variant>
 struct Tile : Variant {
   using Variant::kRows, Variant::kTokens, Variant::kStep, Variant::kGated, Variant::kMinimum, Variant::kRounded;
-  static constexpr bool kSplits = !kGated && !kRounded && kTokens <= 64;
+  static constexpr bool kSplits = kTokens == 32, kShares = !kSplits;
   static constexpr int kWarps = kTokens == 32 ? 16 : 8, kConsumers = 32 * kWarps, kGroups = kWarps / 4;
   static constexpr int kStrips = kRows / kStrip, kWidth = kGated ? kRows / 2 : kRows;  // kWidth: of d
   static constexpr int kBlocks = std::max(1, kStrips / kWarps);
@@ -65,14 +73,14 @@ struct Tile : Variant {
   // From a block to the warpgroup's next one, and from a warpgroup's first one to the next warpgroup's.
   static constexpr int kBlockStrips = kGated ? kStrips / 2 : 4;
   static constexpr int kGroupStrips = kGated ? 4 : 4 * kBlocks;
-  static constexpr int kOwnK = 128 / kBlocks;  // of a stage's k, what a warp multiplies
+  static constexpr int kOwnK = kRounded ? kSpan : 128;  // of a stage's k, what a warp multiplies
   static constexpr int kStageK = kOwnK * kAlongK, kSpans = kStageK / kSpan;
   static constexpr int kPiece = kRounded ? kSpan : std::min(kStep, kSpan);  // k that are made at a time
   static constexpr int kPieces = kOwnK / kPiece, kOfStep = std::max(1, kStep / kPiece);
   static constexpr bool kWide = kTokens > 32;
   static constexpr bool kTakesTurns = !kRounded && kTokens == 128;
   // While sums of one warpgroup become d, MMAs of the other one run, which is so many stages behind.
-  static constexpr int kLag = kRounded ? (kBlocks == 1 ? 1 : kGated ? 3 : 2) : 0;
+  static constexpr int kLag = kRounded ? (kGated ? 3 : 2) : 0;
   static constexpr int kThreads = kConsumers + (kWide ? 128 : 64);
   static constexpr int kStripBytes = kSpans * kSpanBytes, kCodes = kStrips * kStripBytes;
   static constexpr int kX = kStageK * kTokens * 2;
@@ -83,16 +91,20 @@ struct Tile : Variant {
   // one warpgroup has for the other, as [token][row].
   static constexpr int kSums = kTokens * kRows, kPitch = kMmaRows + 4;
   static constexpr int kSumBytes = 4 * (kSplits ? (kAlongK + 1) * kSums : kGated && !kRounded ? kTokens * kPitch : 0);
-  static constexpr int kOutBytes = kWide ? kGroups * kTokens * 128 : 0;  // of d on its way to TMA
+  static constexpr int kOutTokens = std::min(kTokens, 128),
+                       kOutBytes = kWide ? kGroups * kOutTokens * 128 : 0;  // of d on its way to TMA
+  // Of sums that are given, by which they come to shared memory in stages: a thread's and bytes of all.
+  static constexpr int kChunkFours = 4, kChunkBytes = kChunkFours * 16 * kConsumers;
+  static constexpr int kChunks = kSums * 4 / kChunkBytes;
   static constexpr int kBarriers = 1024;
   static constexpr int kHeader = (kOutBytes + kSumBytes + 1023) / 1024 * 1024 + kBarriers;
-  static_assert(kTokens >= 32 && kTokens % 8 == 0 && kTokens <= 128 && kGroups * kBlocks * kMmaRows == kRows * kAlongK);
+  static_assert(kTokens >= 32 && kTokens % 8 == 0 && kTokens <= 256 && kGroups * kBlocks * kMmaRows == kRows * kAlongK);
   static_assert(kBlocks == 1 || (kBlocks == 2 && kRounded));
   static_assert(!kGated || (kRows == (kRounded ? 256 : 128) && kWide));
-  static_assert(!kRounded || kPieces * kBlocks == 2);
+  static_assert(kTokens <= 128 || (kRounded && kBlocks == 1 && !kGated));
   static_assert(kAlongK == 1 || kSplits);
   static_assert(!kMinimum || kStep == 32);
-  static_assert((kSharedBytes - 1024 - kHeader) / kStage >= kLag + 2);
+  static_assert((kSharedBytes - 1024 - kHeader) / kStage >= kLag + 2 && (!kShares || kChunkBytes <= kStage));
 };
 
 // What the host decides.
@@ -101,6 +113,9 @@ struct Shape {
   int32_t row_tiles, token_tiles;
   int32_t band;          // that many token tiles are walked together along the weight
   int32_t blocks, part;  // stages that k takes, all and of a CTA
+  int32_t unshared;      // that many tiles, the first ones, have a CTA or a cluster each
+  int32_t share;         // of the stages of all others, one after the other, a CTA's
+  int32_t givers;        // CTAs that have a share
   int32_t stages;
   int32_t box_tokens;   // of x, that a load brings: those there are, since rows of zeros take TMA longer
   int32_t group_shift;  // log2 of the columns of a group where a stage has several, or 31
@@ -108,7 +123,7 @@ struct Shape {
   int32_t scale_bytes;  // of a strip's scales in a stage
   int32_t bytes;        // of a stage
   bool store_by_tma;
-  bool lags;  // whether a tile has the stages for it
+  uint64_t ticket;  // what a flag in the workspace becomes when sums are there: no other launch has the same
 };
 
 template <bool kBf16>
@@ -145,19 +160,62 @@ CUTE_DEVICE float silu(float x) {
   return x * inverse;
 }
 
-// The tiles of a CTA, one after the other.
+// What a CTA makes, one after the other: the beginning of a shared tile, tiles of its own, and the end of a shared one.
+template <bool kShares>
 struct Tiles {
   Shape const& shape;
-  int tile, step;
+  int cta, step, tile;  // tile: the next one of its own
+  int turn = 0;
+  int at, end;               // of shared tiles' stages, those that are the CTA's
+  int row_tile, token_tile;  // what it makes,
+  int first, last;           // stages of it,
+  bool gives = false;        // whether another CTA adds its sums,
+  int giver = kMaxCtas;      // and the first CTA whose sums are to be added
 
-  CUTE_DEVICE bool next(int& row_tile, int& token_tile) {
-    if (tile >= shape.row_tiles * shape.token_tiles) return false;
-    int const in_band = shape.band * shape.row_tiles, first = tile / in_band * shape.band, i = tile % in_band;
-    int const width = min(shape.band, shape.token_tiles - first);
-    token_tile = first + i % width;
+  // part: the CTA's part of k, where a cluster has a tile.
+  CUTE_DEVICE Tiles(Shape const& shape, int cta, int step, int part) : shape(shape), cta(cta), step(step), tile(cta) {
+    first = min(shape.blocks, shape.part * part), last = min(shape.blocks, first + shape.part);
+    if constexpr (kShares) {
+      int const all = (shape.row_tiles * shape.token_tiles - shape.unshared) * shape.blocks;
+      at = min(all, cta * shape.share), end = min(all, at + shape.share);
+    }
+  }
+
+  CUTE_DEVICE bool next() {
+    int const i = kShares ? at / shape.blocks : 0, border = (i + 1) * shape.blocks;
+    if (kShares && turn == 0) {
+      turn = 1;
+      int const from = end > border ? border : at;
+      if (end != border && end > from) {
+        take(shape.unshared + from / shape.blocks, from % shape.blocks, from % shape.blocks + end - from);
+        gives = true;
+        return true;
+      }
+    }
+    if (tile < shape.unshared) {
+      take(tile, kShares ? 0 : first, kShares ? shape.blocks : last);
+      tile += step;
+      return true;
+    }
+    if (kShares && turn == 1) {
+      turn = 2;
+      if (end >= border) {
+        take(shape.unshared + i, at - i * shape.blocks, shape.blocks);
+        giver = i * shape.blocks / shape.share;
+        return true;
+      }
+    }
+    return false;
+  }
+
+ private:
+  CUTE_DEVICE void take(int of, int from, int to) {
+    int const in_band = shape.band * shape.row_tiles, band = of / in_band * shape.band, i = of % in_band;
+    int const width = min(shape.band, shape.token_tiles - band);
+    token_tile = band + i % width;
     row_tile = i / width;
-    tile += step;
-    return true;
+    first = from, last = to;
+    gives = false;
   }
 };
 
@@ -182,6 +240,20 @@ CUTE_DEVICE void load_box(const CUtensorMap& map, uint32_t to, uint32_t barrier,
       "l"(&map), "r"(column), "r"(row), "r"(barrier), "l"(policy)
       : "memory");
 }
+CUTE_DEVICE void load_bytes(uint32_t to, uint32_t barrier, void const* from, int bytes) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+CUTE_DEVICE void store_release(uint64_t* to, uint64_t value) {
+  asm volatile("st.release.gpu.global.b64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+}
+CUTE_DEVICE uint64_t load_acquire(uint64_t const* from) {
+  uint64_t value;
+  asm volatile("ld.acquire.gpu.global.b64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+  return value;
+}
+
 CUTE_DEVICE uint64_t read_once() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -224,9 +296,12 @@ __global__ void __launch_bounds__(w4::Tile<Variant>::kThreads, 1)
 
   int const split = T::kSplits ? call.options.split : 1, rank = T::kSplits ? int(block_rank_in_cluster()) : 0;
   int const warp = __shfl_sync(~0u, int(threadIdx.x) / 32, 0), lane = int(threadIdx.x) % 32;
-  int const first = min(shape.blocks, shape.part * rank), last = min(shape.blocks, first + shape.part);
-  Tiles tiles = {shape, int(blockIdx.x) / split, int(gridDim.x) / split};
-  int row_tile, token_tile;
+  Tiles<T::kShares> tiles(shape, int(blockIdx.x) / split, int(gridDim.x) / split, rank);
+  // What a CTA gives to another one, and the flags that say that it is there.
+  auto const piece_of = [&](int cta) {
+    return static_cast<float4*>(call.workspace) + int64_t(cta) * (T::kChunks * T::kChunkBytes / 16);
+  };
+  auto* const flags = reinterpret_cast<uint64_t*>(piece_of(shape.givers));
   int const gates = call.n / 2 / kStrip;  // strips ahead of those that are gated
 
   launch_next_kernel();
@@ -261,23 +336,24 @@ __global__ void __launch_bounds__(w4::Tile<Variant>::kThreads, 1)
     if constexpr (T::kWide) cutlass::arch::warpgroup_reg_dealloc<56>();
     // Of the first strip of a tile, and in a gated one of the first of those that are gated.
     auto const strip_of = [&](int half) {
-      return row_tile * (T::kGated ? T::kWidth / kStrip : shape.strips) + half * gates;
+      return tiles.row_tile * (T::kGated ? T::kWidth / kStrip : shape.strips) + half * gates;
     };
     constexpr int kHalves = T::kGated ? 2 : 1;
     if (warp == kWarps && lane == 0) {
-      bool more = tiles.next(row_tile, token_tile);
+      bool more = tiles.next();
       if (!call.options.no_chain && more) {
-        int const ahead = min(call.options.prefetch * 1024 / T::kCodes, last - first);
+        int const ahead = min(call.options.prefetch * 1024 / T::kCodes, tiles.last - tiles.first);
         for (int i = 0; i < ahead; ++i) {
-          for (int h = 0; h < kHalves; ++h) prefetch_codes(map_codes, (first + i) * T::kSpans, strip_of(h));
+          for (int h = 0; h < kHalves; ++h) prefetch_codes(map_codes, (tiles.first + i) * T::kSpans, strip_of(h));
         }
       }
       wait_for_previous_kernel();
       uint64_t const once = T::kWide ? read_often() : read_once();
-      int const size = call.groups.size, begin = first * T::kStageK;
-      for (; more; more = tiles.next(row_tile, token_tile)) {
-        int group = shape.groups > 1 ? first * shape.groups : begin / size, in_group = begin - group * size;
-        for (int block = first; block < last; ++block, next_stage()) {
+      int const size = call.groups.size;
+      for (; more; more = tiles.next()) {
+        int const begin = tiles.first * T::kStageK;
+        int group = shape.groups > 1 ? tiles.first * shape.groups : begin / size, in_group = begin - group * size;
+        for (int block = tiles.first; block < tiles.last; ++block, next_stage()) {
           empty(stage)->wait(phase ^ 1);
           full(stage)->arrive_and_expect_tx(shape.bytes);
           uint32_t const to = cast_smem_ptr_to_uint(stages + stage * T::kStage), to_scales = to + T::kCodes + T::kX;
@@ -298,23 +374,44 @@ __global__ void __launch_bounds__(w4::Tile<Variant>::kThreads, 1)
             in_group = 0, ++group;
           }
         }
+        for (int i = T::kShares ? (tiles.cta - tiles.giver) * T::kChunks : 0; i > 0; --i, next_stage()) {
+          empty(stage)->wait(phase ^ 1);
+          full(stage)->arrive();
+        }
       }
     } else if (warp == kWarps + 1 && lane == 0) {
       wait_for_previous_kernel();
       uint64_t const often = read_often();
       int const bytes = T::kSpans * shape.box_tokens * 128;
-      while (tiles.next(row_tile, token_tile)) {
-        for (int block = first; block < last; ++block, next_stage()) {
+      while (tiles.next()) {
+        for (int block = tiles.first; block < tiles.last; ++block, next_stage()) {
           empty(stage)->wait(phase ^ 1);
           full(stage)->arrive_and_expect_tx(bytes);
           uint32_t const to = cast_smem_ptr_to_uint(stages + stage * T::kStage) + T::kCodes;
           uint32_t const barrier = cast_smem_ptr_to_uint(full(stage));
           CUTE_UNROLL
           for (int s = 0; s < T::kSpans; ++s) {
-            load_box(map_x, to + s * kTokens * 128, barrier, block * T::kStageK + s * kSpan, token_tile * kTokens,
+            load_box(map_x, to + s * kTokens * 128, barrier, block * T::kStageK + s * kSpan, tiles.token_tile * kTokens,
                      often);
           }
         }
+        for (int cta = tiles.giver; T::kShares && cta < tiles.cta; ++cta) {
+          while (load_acquire(flags + cta) != shape.ticket) continue;
+          flags[cta] = 0;  // the launch may be replayed
+          asm volatile("fence.proxy.async.global;" ::: "memory");
+          for (int chunk = 0; chunk < T::kChunks; ++chunk, next_stage()) {
+            empty(stage)->wait(phase ^ 1);
+            full(stage)->arrive_and_expect_tx(T::kChunkBytes);
+            load_bytes(cast_smem_ptr_to_uint(stages + stage * T::kStage), cast_smem_ptr_to_uint(full(stage)),
+                       piece_of(cta) + chunk * (T::kChunkBytes / 16), T::kChunkBytes);
+          }
+        }
+      }
+    } else if (T::kShares && warp == kWarps + 2) {
+      // While consumers go on, this warp sees to it that what they give is there before the flag.
+      if (tiles.next() && tiles.gives) {
+        NamedBarrier::sync(kConsumers + 32, kGiven);
+        if (lane == 0) store_release(flags + tiles.cta, shape.ticket);
       }
     }
     __syncwarp();
@@ -346,7 +443,7 @@ __global__ void __launch_bounds__(w4::Tile<Variant>::kThreads, 1)
   using A = decltype(make_tensor<Element>(cute::Shape<cute::Shape<_2, _2, _2>, _1, Int<kWords>>{}));
   static_assert(size(Sum{}) == kSums);
   Sum total[T::kBlocks];
-  A a[2];
+  A a[T::kRounded ? T::kBlocks : 2];
   uint8_t* at = stages;  // the stage that is worked on
   // Its x from k on, as far as the span reaches.
   Tensor const first_x = thread_mma.make_fragment_B(
@@ -373,28 +470,26 @@ __global__ void __launch_bounds__(w4::Tile<Variant>::kThreads, 1)
   // Without zeros what stands in their place is not read, but the bytes of an eight.
   uint32_t const eight = Values::twice(8.f), zero_bytes = T::kMinimum || call.groups.zeros ? 0x1010 : 0x5454;
 
-  // A stage with values that are rounded: two sets of them by turns, of two blocks or of both halves of its k.
+  // A stage with values that are rounded, block by block.
   [[maybe_unused]] auto const multiply_rounded = [&] {
     uint8_t const* const own = at + own_codes;
     uint8_t const* const scales = at + kScalesAt + strip * strip_scales + lane / 4 * 2;
-    for_each(make_seq<2>{}, [&](auto set) {
-      constexpr int kBlock = set % T::kBlocks, kSpanIndex = set / T::kBlocks;
+    for_each(make_seq<T::kBlocks>{}, [&](auto block) {
       constexpr int kParts = T::kStep < kSpan ? kSpan / T::kStep : 1;
-      uint4 const words =
-          *reinterpret_cast<uint4 const*>(own + kBlock * T::kBlockStrips * T::kStripBytes + kSpanIndex * kSpanBytes);
+      uint4 const words = *reinterpret_cast<uint4 const*>(own + block * T::kBlockStrips * T::kStripBytes);
       uint32_t const word[4] = {words.x, words.y, words.z, words.w};
       // Of both rows, in both halves.
       uint32_t scale[kParts][2], zero[kParts][2];
       for_each(make_seq<kParts>{}, [&](auto part) {
         CUTE_UNROLL
         for (int row = 0; row < 2; ++row) {
-          uint8_t const* const from = scales + kBlock * T::kBlockStrips * strip_scales +
-                                      group_at(kSpanIndex * kSpan + part * T::kStep) + row * 16;
+          uint8_t const* const from =
+              scales + block * T::kBlockStrips * strip_scales + group_at(part * T::kStep) + row * 16;
           scale[part][row] = __byte_perm(*reinterpret_cast<uint16_t const*>(from), 0, 0x1010);
           zero[part][row] = __byte_perm(*reinterpret_cast<uint16_t const*>(from + T::kScales), eight, zero_bytes);
         }
       });
-      Tensor registers = recast<uint32_t>(a[set]);
+      Tensor registers = recast<uint32_t>(a[block]);
       Zeros zeros[kParts];
       for_each(make_seq<kParts>{}, [&](auto part) {
         zeros[part] = Values::zeros(0.f, 0.f);
@@ -408,13 +503,13 @@ __global__ void __launch_bounds__(w4::Tile<Variant>::kThreads, 1)
           for (uint32_t& of_row : scale[part]) of_row = multiply_pair<kBf16>(of_row, Values::twice(Values::kFactor));
         }
       });
-      Tensor const x = x_from(kSpanIndex * kSpan);
-      warpgroup_fence_operand(total[kBlock]);
+      Tensor const x = x_from(0);
+      warpgroup_fence_operand(total[block]);
       // A warp that has an MMA to issue stands still until the one before has been taken. So values are made between.
       for_each(make_seq<4>{}, [&](auto k) {
         constexpr int kPart = k * kParts / 4;
         warpgroup_wait<3>();
-        if constexpr (set == 0 && k == 3) release();
+        if constexpr (block == 0 && k == 3) release();
         uint32_t four[4];
         Values::make(four, word[k], zeros[kPart]);
         CUTE_UNROLL
@@ -423,7 +518,7 @@ __global__ void __launch_bounds__(w4::Tile<Variant>::kThreads, 1)
                                              : multiply_pair<kBf16>(four[i], scale[kPart][i % 2]);
         }
         warpgroup_arrive();
-        gemm(mma, a[set](_, _, k), x(_, _, k), total[kBlock]);
+        gemm(mma, a[block](_, _, k), x(_, _, k), total[block]);
         warpgroup_commit_batch();
       });
     });
@@ -537,8 +632,9 @@ __global__ void __launch_bounds__(w4::Tile<Variant>::kThreads, 1)
   auto const token_of = [&](int i) { return i / 4 * 8 + own_token + i % 2; };
   auto const row_of = [&](int i) { return own_row + i / 2 % 2 * 8; };
   bool const has_elements = !T::kGated && !std::is_empty_v<typename Formula::Element> && call.residual.data;
-  while (tiles.next(row_tile, token_tile)) {
-    int const row0 = row_tile * (T::kGated ? T::kWidth : shape.strips * kStrip), token0 = token_tile * kTokens;
+  while (tiles.next()) {
+    int const row0 = tiles.row_tile * (T::kGated ? T::kWidth : shape.strips * kStrip);
+    int const token0 = tiles.token_tile * kTokens, blocks = tiles.last - tiles.first;
     int const width = T::kGated ? call.n / 2 : call.n;  // of d
     int const end = T::kGated ? width : min(width, row0 + shape.strips * kStrip);
     // The epilogue's operands of a thread's rows of w, columns of d; or of the one that it finishes.
@@ -555,12 +651,13 @@ __global__ void __launch_bounds__(w4::Tile<Variant>::kThreads, 1)
     for (Sum& sum : total) clear(sum);
     if constexpr (T::kRounded) {
       mma.accumulate_ = GMMA::ScaleOut::One;
-      if (T::kLag && shape.lags && group == 1) NamedBarrier::sync(kConsumers, kTurn);
-      for (int block = 0; block < shape.blocks; ++block) {
+      bool const lags = T::kLag && blocks >= shape.stages;
+      if (lags && group == 1) NamedBarrier::sync(kConsumers, kTurn);
+      for (int block = 0; block < blocks; ++block) {
         full(stage)->wait(phase);
         at = stages + stage * T::kStage;
         multiply_rounded();
-        if (T::kLag && shape.lags && group == 0 && block == T::kLag) NamedBarrier::arrive(kConsumers, kTurn);
+        if (lags && group == 0 && block == T::kLag) NamedBarrier::arrive(kConsumers, kTurn);
         next_stage();
       }
       warpgroup_wait<0>();
@@ -569,7 +666,7 @@ __global__ void __launch_bounds__(w4::Tile<Variant>::kThreads, 1)
       clear(part);
       if constexpr (T::kMinimum) clear(x_sums);
       of_part = {};
-      for (int block = first; block < last; ++block) {
+      for (int block = 0; block < blocks; ++block) {
         full(stage)->wait(phase);
         at = stages + stage * T::kStage;
         multiply_exact();
@@ -635,6 +732,38 @@ __global__ void __launch_bounds__(w4::Tile<Variant>::kThreads, 1)
       }
     }
 
+    if constexpr (T::kShares) {
+      // Of a thread's sums four are neighbours, and so are those of the threads.
+      int const thread = int(threadIdx.x) % 128;
+      if (tiles.gives) {
+        float4* const to = piece_of(tiles.cta) + group * (T::kChunkFours * 128) + thread;
+        for_each(make_seq<T::kChunks * T::kChunkFours>{}, [&](auto i) {
+          constexpr int kBlock = i * 4 / kSums, kAt = i * 4 % kSums;
+          Sum const& sum = total[kBlock];
+          to[(i / T::kChunkFours * T::kGroups * T::kChunkFours + i % T::kChunkFours) * 128] = {
+              sum(kAt), sum(kAt + 1), sum(kAt + 2), sum(kAt + 3)};
+        });
+        NamedBarrier::arrive(kConsumers + 32, kGiven);
+        continue;
+      }
+      for (int cta = tiles.giver; cta < tiles.cta; ++cta) {
+        for_each(make_seq<T::kChunks>{}, [&](auto chunk) {
+          full(stage)->wait(phase);
+          auto const* const from =
+              reinterpret_cast<float4 const*>(stages + stage * T::kStage) + group * (T::kChunkFours * 128) + thread;
+          for_each(make_seq<T::kChunkFours>{}, [&](auto j) {
+            constexpr int kFirst = (chunk * T::kChunkFours + j) * 4, kBlock = kFirst / kSums, kAt = kFirst % kSums;
+            Sum& sum = total[kBlock];
+            float4 const v = from[j * 128];
+            sum(kAt) += v.x, sum(kAt + 1) += v.y, sum(kAt + 2) += v.z, sum(kAt + 3) += v.w;
+          });
+          __syncwarp();
+          if (lane == 0) empty(stage)->arrive();
+          next_stage();
+        });
+      }
+    }
+
     for_each(make_seq<T::kBlocks>{}, [&](auto b) {
       auto const apply = [&](auto element) {
         CUTE_UNROLL
@@ -674,32 +803,36 @@ __global__ void __launch_bounds__(w4::Tile<Variant>::kThreads, 1)
       int const block0 = row0 + b * kMmaRows;
       if (T::kWide && shape.store_by_tma) {
         auto const storer = [&] { return warp % 4 == 0 && elect_one_sync(); };
-        uint32_t const box = cast_smem_ptr_to_uint(out + group * kTokens * 128);
+        uint32_t const box = cast_smem_ptr_to_uint(out + group * T::kOutTokens * 128);
         // A lane's row of the first matrices.
         uint32_t to = box + (lane / 16 * 8 + lane % 8) * 128 + ((warp % 4 * 2 + lane / 8 % 2) ^ lane % 8) * 16;
         asm volatile("" : "+r"(to));  // or registers would hold those of all matrices, also while MMAs run
-        if (storer()) wait_until_stores_read<0>();
-        NamedBarrier::sync(128, 3 + group);
-        auto const store_as = [&](auto fp16) {
-          CUTE_UNROLL
-          for (int j = 0; j < kTokens / 8; j += 2) {
-            auto const two = [&](int i) {
-              return rounded_pair<decltype(fp16)::value>(sum(j * 4 + i), sum(j * 4 + i + 1));
-            };
-            store_matrices_transposed(to + j * (8 * 128), two(0), two(2), two(4), two(6));
+        for_each(make_seq<kTokens / T::kOutTokens>{}, [&](auto half) {
+          constexpr int kFirst = half * T::kOutTokens;
+          if (storer()) wait_until_stores_read<0>();
+          NamedBarrier::sync(128, 3 + group);
+          auto const store_as = [&](auto fp16) {
+            CUTE_UNROLL
+            for (int j = 0; j < T::kOutTokens / 8; j += 2) {
+              auto const two = [&](int i) {
+                int const at = (kFirst / 8 + j) * 4 + i;
+                return rounded_pair<decltype(fp16)::value>(sum(at), sum(at + 1));
+              };
+              store_matrices_transposed(to + j * (8 * 128), two(0), two(2), two(4), two(6));
+            }
+          };
+          if (call.d_dtype == CUTEGEMM_FP16) {
+            store_as(std::true_type{});
+          } else {
+            store_as(std::false_type{});
           }
-        };
-        if (call.d_dtype == CUTEGEMM_FP16) {
-          store_as(std::true_type{});
-        } else {
-          store_as(std::false_type{});
-        }
-        cutlass::arch::fence_view_async_shared();
-        NamedBarrier::sync(128, 3 + group);
-        if (storer()) {
-          store_rows(map_d, box, block0 + group * T::kGroupStrips * kStrip, token0);
-          commit_stores();
-        }
+          cutlass::arch::fence_view_async_shared();
+          NamedBarrier::sync(128, 3 + group);
+          if (storer()) {
+            store_rows(map_d, box, block0 + group * T::kGroupStrips * kStrip, token0 + kFirst);
+            commit_stores();
+          }
+        });
       } else {
         with_float_pointer(call.d, call.d_dtype, [&](auto* d) {
           CUTE_UNROLL
@@ -722,7 +855,12 @@ struct MixedInput {
   static constexpr auto* kKernel = &w4_kernel<Variant>;
 
   static int32_t prepare() { return load_kernel(kKernel, w4::kSharedBytes); }
-  static int64_t workspace(const cutegemm_call&) { return 0; }
+
+  // What each CTA gives to another one, and a flag for it.
+  static int64_t workspace(const cutegemm_call& call) {
+    if (call.m < 1 || call.n < 1 || call.k < 1) return 0;
+    return tiles(call).givers * int64_t(T::kSums * sizeof(float) + sizeof(uint64_t));
+  }
 
   static int32_t launch(const cutegemm_call& call) {
     using namespace w4;
@@ -749,24 +887,20 @@ struct MixedInput {
     cutegemm_call own = call;
     int const split = own.options.split = std::max(1, call.options.split);
     int const rows = call.options.rows ? call.options.rows : T::kRows;
-    if ((split != 1 && split != 2 && split != 4 && split != 8) || (split > 1 && !T::kSplits)) return kWrongOptions;
+    if ((split & split - 1) || split > (T::kSplits ? 8 : 16)) return kWrongOptions;
     if (rows < kStrip || rows > T::kRows || rows % kStrip != 0 || ((T::kGated || T::kRounded) && rows != T::kRows)) {
       return kWrongOptions;
     }
     if (bool(call.output.gated) != T::kGated || (T::kGated && (call.residual.data || call.n % (2 * kStrip) != 0))) {
       return kWrongOptions;
     }
-    w4::Shape shape = {};
     int const width = T::kGated ? call.n / 2 : call.n;
-    shape.strips = rows / kStrip;
-    shape.row_tiles = ceil_div(width, T::kGated ? T::kWidth : rows);
-    shape.token_tiles = ceil_div(call.m, T::kTokens);
-    int64_t const tiles = int64_t(shape.row_tiles) * shape.token_tiles;
-    if (tiles > INT32_MAX / 16) return kWrongSize;
-    int const band = call.options.swizzle ? call.options.swizzle : std::max(1, 768 / T::kTokens);
-    shape.band = std::min(shape.token_tiles, band);
-    shape.blocks = ceil_div(call.k, T::kStageK);
-    shape.part = ceil_div(shape.blocks, split);
+    if (int64_t(ceil_div(width, T::kGated ? T::kWidth : rows)) * ceil_div(call.m, T::kTokens) > INT32_MAX / 16) {
+      return kWrongSize;
+    }
+    w4::Shape shape = tiles(call);
+    int const all = shape.row_tiles * shape.token_tiles;
+    if (shape.givers && (!call.workspace || !aligned(call.workspace, 0))) return kNoWorkspace;
     shape.box_tokens = std::min(T::kTokens, call.m);
     int const scale_width = groups.dtype == CUTEGEMM_FP32 ? 4 : 2;
     bool const several = !one_group && groups.size < T::kStageK;
@@ -774,15 +908,16 @@ struct MixedInput {
     for (shape.group_shift = 31; several && 1 << shape.group_shift != groups.size;) --shape.group_shift;
     shape.scale_bytes = shape.groups * kStrip * scale_width;
     shape.bytes = shape.strips * (T::kStripBytes + (groups.zeros ? 2 : 1) * shape.scale_bytes);
-    int const ctas = int(split > 1 ? tiles * split : std::min<int64_t>(tiles, call.sm_count));
+    int const ctas = T::kSplits && split > 1 ? all * split
+                     : shape.unshared        ? std::min(all, call.sm_count)
+                                             : shape.givers;
     int const rest = 1024 + T::kHeader, most = (kSharedBytes - rest) / T::kStage;
     shape.stages = std::min(kMaxStages, most);
     if (!T::kWide) {
-      int64_t const all = int64_t(ceil_div(tiles * split, int64_t(ctas))) * shape.part;
+      int64_t const blocks = int64_t(ceil_div(all * split, ctas)) * shape.part;
       int const wanted = 2 + kBytesInFlight / (ctas * shape.strips * T::kStripBytes);
-      shape.stages = std::min({shape.stages, wanted, int(std::clamp<int64_t>(all, 2, kMaxStages))});
+      shape.stages = std::min({shape.stages, wanted, int(std::clamp<int64_t>(blocks, 2, kMaxStages))});
     }
-    shape.lags = T::kLag > 0 && shape.blocks >= shape.stages;
     int const bytes = call.d_dtype == CUTEGEMM_FP32 ? 4 : 2;
     shape.store_by_tma = T::kWide && bytes == 2 && rows == T::kRows && call.d_stride[1] == 1 &&
                          call.d_stride[0] >= width && aligned(call.d, call.d_stride[0] * 2) && width % 8 == 0;
@@ -804,12 +939,47 @@ struct MixedInput {
         !encode_scales(map_scales, groups.scales) || (groups.zeros && !encode_scales(map_zeros, groups.zeros)) ||
         !encode_rows(map_x, CU_TENSOR_MAP_DATA_TYPE_UINT16, 2, call.a, call.m, call.k, call.a_stride[0],
                      shape.box_tokens) ||
-        (shape.store_by_tma &&
-         !encode_rows(map_d, CU_TENSOR_MAP_DATA_TYPE_UINT16, 2, call.d, call.m, width, call.d_stride[0], T::kTokens))) {
+        (shape.store_by_tma && !encode_rows(map_d, CU_TENSOR_MAP_DATA_TYPE_UINT16, 2, call.d, call.m, width,
+                                            call.d_stride[0], T::kOutTokens))) {
       return kNotImplementable;
     }
-    return launch_cluster(call, kKernel, dim3(ctas), split, dim3(T::kThreads), kSharedBytes, own, shape, map_codes,
-                          map_scales, map_zeros, map_x, map_d);
+    shape.ticket = ticket();
+    return launch_cluster(call, kKernel, dim3(ctas), T::kSplits ? split : 1, dim3(T::kThreads), kSharedBytes, own,
+                          shape, map_codes, map_scales, map_zeros, map_x, map_d);
+  }
+
+ private:
+  // How d and k are cut.
+  static w4::Shape tiles(const cutegemm_call& call) {
+    w4::Shape shape = {};
+    int const rows = call.options.rows ? call.options.rows : T::kRows, split = std::max(1, call.options.split);
+    shape.strips = rows / w4::kStrip;
+    shape.row_tiles = T::kGated ? ceil_div(call.n / 2, T::kWidth) : ceil_div(call.n, rows);
+    shape.token_tiles = ceil_div(call.m, T::kTokens);
+    int const band = call.options.swizzle ? call.options.swizzle : std::max(1, 768 / T::kTokens);
+    shape.band = std::min(shape.token_tiles, band);
+    shape.blocks = ceil_div(call.k, T::kStageK);
+    shape.part = T::kSplits ? ceil_div(shape.blocks, split) : shape.blocks;
+    int const all = shape.row_tiles * shape.token_tiles, last_wave = all % call.sm_count;
+    shape.unshared = all;
+    if (T::kShares && split > 1 && last_wave) {
+      int const share = std::max(ceil_div(last_wave * shape.blocks, call.sm_count), ceil_div(shape.blocks, split));
+      if (share < shape.blocks) {
+        shape.unshared -= last_wave, shape.share = share;
+        shape.givers = ceil_div(last_wave * shape.blocks, share);
+      }
+    }
+    return shape;
+  }
+
+  // Odd, since a flag that was seen becomes 0. Memory that was never a flag of this launch holds it by a chance of
+  // 2^-63.
+  static uint64_t ticket() {
+    static std::atomic<uint64_t> next = [] {
+      std::random_device random;
+      return uint64_t(random()) << 32 | random() | 1;
+    }();
+    return next += 2;
   }
 };
 

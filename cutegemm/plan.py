@@ -207,7 +207,13 @@ def _options(problem: Problem, tile: Tiles, m: int) -> list[Options]:
         return [Options(swizzle=s) for s in (1, 2, 4, 8, 16) if s <= rows]
     if isinstance(tile, MixedInput):
         token_tiles = ceil(m / tile.tokens)
-        if not tile.splits or token_tiles > 2:
+        if not tile.in_clusters:
+            last_wave = ceil(problem.n / tile.rows) * token_tiles % MULTIPROCESSORS
+            # More CTAs than there are for each of its tiles are no option.
+            most = 2 * MULTIPROCESSORS / last_wave if last_wave else 1
+            splits = [1, *(s for s in (2, 4, 8, 16) if s < most and problem.k >= s * 512)]
+            return [Options(split, swizzle=s) for split in splits for s in (0, 1, 2, 4, 8) if s < token_tiles]
+        if token_tiles > 2:
             return [Options(swizzle=s) for s in (0, 1, 2, 4, 8) if s < token_tiles]
         return [
             Options(split, rows=rows)
@@ -286,11 +292,20 @@ def cost(problem: Problem, choice: Choice, m: int) -> float:
         memory = (n * k * BYTES[problem.b] + m * k * 2 + m * n * BYTES[problem.d]) / 4.0e6
         memory += n * ceil(k / STEPS.get(problem.scales, 128)) * 2 / 4.0e6
         if isinstance(tile, MixedInput):  # all of a tile's MMAs are done, also where it has fewer rows
-            rate = 5.9e6 * {32: 0.54 if tile.rows == 64 else 0.68, 64: 0.83}.get(
-                tile.tokens, 0.87 if tile.rounded else 0.85
-            )
-            work = ceil(tiles / CLUSTERS[split]) * 2 * tile.rows * max(tile.tokens, 48) * k / rate
-            return 3.5 + (1.3 + 0.035 * tile.tokens if split > 1 else 0.0) + max(memory, work / split)
+            efficiency = {
+                32: 0.54 if tile.rows == 64 else 0.68,
+                64: 0.83,
+                128: 0.87 if tile.rounded else 0.85,
+                256: 0.99,
+            }
+            of_tile = 2 * tile.rows * max(tile.tokens, 48) * k / (5.9e6 * efficiency[tile.tokens])
+            if tile.in_clusters:
+                work = ceil(tiles / CLUSTERS[split]) * of_tile / split
+                return 3.5 + (2.4 if split > 1 else 0.0) + max(memory, work)
+            waves, last_wave = divmod(tiles, MULTIPROCESSORS)
+            share = max(last_wave / MULTIPROCESSORS, 1 / split) if last_wave else 0.0
+            adding = (3.0 + 1.3 / share) * tile.rows * tile.tokens / 2**15 if 0 < share < 1 else 0.0
+            return 3.5 + adding + max(memory, (waves + share) * of_tile)
         # Two CTAs share a multiprocessor, and one alone cannot use it. Some of the work for k is for all rows.
         sm80_rate = 1750 * {8: 40, 16: 30, 32: 14}.get(tile.tokens, 500 / tile.tokens)
         alone, of_all = (1.6, 4) if tile.tokens == 8 else (1.1, 8)

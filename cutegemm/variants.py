@@ -107,6 +107,9 @@ class MixedInput:
 
     gated: as in Blockwise, and a tile has rows / 2 of gates and as many of what they gate. rounded: a value of the
     weight is rounded to x's type before it is multiplied, where otherwise it is exact.
+
+    With a split, up to so many CTAs make a tile together, each of its own k: for 32 tokens those of a cluster, for more
+    tokens all that the last wave of tiles would leave without work.
     """
 
     rows: int
@@ -116,7 +119,11 @@ class MixedInput:
 
     @property
     def splits(self) -> bool:
-        return not self.gated and self.tokens <= 64
+        return True
+
+    @property
+    def in_clusters(self) -> bool:
+        return self.tokens == 32
 
     def __str__(self) -> str:
         return f"{self.rows}x{self.tokens}" + "_rounded" * self.rounded + "_gated" * self.gated
@@ -322,7 +329,7 @@ MIXED_INPUT = (
     MixedInput(128, 32),
     MixedInput(128, 64),
     MixedInput(128, 128),
-    MixedInput(256, 128, rounded=True),
+    MixedInput(128, 256, rounded=True),
     MixedInput(128, 64, gated=True),
     MixedInput(128, 128, gated=True),
     MixedInput(256, 128, gated=True, rounded=True),

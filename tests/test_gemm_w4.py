@@ -933,18 +933,22 @@ def sizes_of(kernel: Kernel) -> list[tuple[int, int, int, str]]:
         (17 * t - 1, 3 * r, 64, "swizzle=8"),
         (t, 2 * r + 4, 700, "prefetch=64"),
     ]
+    sizes += [
+        (t - 3, 2 * r + 4, 700, "split=2"),
+        (t, 3 * r + 1, 1296, "split=4"),
+        (t - 1, r - 5, 400, "split=8,no_chain=1"),
+        (1, 2, 1, "split=4"),
+        (t, r, 5248, "split=8,prefetch=32"),
+    ]
+    if not tile.in_clusters:  # parts of two tiles, beside whole ones or without
+        sizes += [
+            (t + 1, 71 * r - 3, 1030, "split=2"),
+            (2 * t + 7, 50 * r + 9, 900, "split=16,swizzle=2"),
+            (3 * t, 61 * r, 652, "split=4,no_chain=1"),
+        ]
     if not (tile.gated or tile.rounded):
         sizes += [(t, 3 * r + 5, 300, "rows=16"), (t + 3, 5 * r + 5, 300, "rows=48,prefetch=16")]
-    if tile.splits:
-        sizes += [
-            (t - 3, 2 * r + 4, 700, "split=2"),
-            (t, 3 * r + 1, 1296, "split=4"),
-            (t - 1, r - 5, 400, "split=8,no_chain=1"),
-            (1, 2, 1, "split=4"),
-            (t, r, 5248, "split=8,prefetch=32"),
-            (t // 2 + 1, 3 * r + 5, 1030, "split=2,rows=48"),
-            (t, 5 * r + 5, 900, "split=4,rows=16,prefetch=64"),
-        ]
+        sizes += [(t // 2 + 1, 3 * r + 5, 1030, "split=2,rows=48"), (t, 5 * r + 5, 900, "split=4,rows=16,prefetch=64")]
     return sizes
 
 
@@ -1080,6 +1084,25 @@ def test_stream_of_the_caller(name: str | None) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in PLAIN if not getattr(KERNELS[name].tile, "in_clusters", True)])
+def test_shared_tiles_on_two_streams(name: str) -> None:
+    """CTAs of one launch wait for each other while those of another one take multiprocessors."""
+    tile = KERNELS[name].tile
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    products = [make_for(KERNELS[name], 2 * tile.tokens + 3, 50 * tile.rows, 1024, seed=seed) for seed in range(2)]
+    wants = [product.exact(FP32) for product in products]
+    torch.cuda.synchronize()
+    results: list[tuple[Tensor, Tensor]] = []
+    for _ in range(30):
+        for stream, product, want in zip(streams, products, wants, strict=True):
+            with torch.cuda.stream(stream):
+                results.append((product(kernel=f"{name}:split=16", out_dtype=FP32), want))
+    torch.cuda.synchronize()
+    for result, want in results:
+        assert_same(result, want)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", GATED)
 def test_gated_kernel_is_exact_where_silu_is(name: str) -> None:
     for i, (m, n, k, options) in enumerate(sizes_of(KERNELS[name])):
@@ -1095,10 +1118,11 @@ def test_gated_kernel_is_exact_where_silu_is(name: str) -> None:
 def test_gated_kernel_keeps_its_bound_and_its_bits(name: str) -> None:
     product = make_for(KERNELS[name], 141, 640, 417, exact=False)
     reference, bound = silu_and_mul(product, FP32)
-    out = product.gated(out_dtype=FP32, kernel=name)
-    assert first_mismatches(out, reference, bound) == ""
-    for _ in range(20):
-        assert torch.equal(product.gated(out_dtype=FP32, kernel=name), out)
+    for options in (name, f"{name}:split=4"):
+        out = product.gated(out_dtype=FP32, kernel=options)
+        assert first_mismatches(out, reference, bound) == ""
+        for _ in range(20):
+            assert torch.equal(product.gated(out_dtype=FP32, kernel=options), out)
 
 
 @pytest.mark.gpu

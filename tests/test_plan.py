@@ -136,7 +136,7 @@ def test_parts_of_k_are_whole_pieces_of_16_bytes(k: int) -> None:
         for choice in candidates(problem, m):
             kernel, split = KERNELS[choice.kernel], choice.options.split
             if isinstance(kernel.tile, (Decode, Blockwise, MixedInput, Sm80)):
-                assert split in (0, 1, 2, 4, 8)
+                assert split in (0, 1, 2, 4, 8, 16)
             elif split > 1:
                 assert k % split == 0 and k // split * plan.BYTES[problem.a] % 16 == 0
 

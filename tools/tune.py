@@ -35,9 +35,9 @@ FAMILIES = {name: family for name, family in bench.FAMILIES.items() if family.ho
 
 
 def glance(calls: Sequence[Callable[[], object]]) -> float:
-    """Time of a call in us, launched eagerly, the better of two tries: of a small kernel no more than a limit."""
+    """Time of a call in us, launched eagerly, the best of five tries: of a small kernel no more than a limit."""
     tries = []
-    for _ in range(2):
+    for _ in range(5):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for call in calls[:2]:
