@@ -344,9 +344,10 @@ bool prepare(const Problem& p, cutegemm_call& call, Key& key, ScalarType& d) {
   call.a = p.a.data_ptr(), call.b = p.b.data_ptr();
   call.a_stride[0] = p.a.stride(0), call.a_stride[1] = p.a.stride(1);
   uint8_t a_layout = orient(m, k, call.a_stride[0], call.a_stride[1]), b_layout = 0;
-  bool aligned = true;  // of ops named for a weight either kernels or replaced_operands() see to it
+  bool aligned = true;  // of x of ops named for a weight replaced_operands() sees to it, and of packed weights
   if (of_weight) {
     a_layout = 0;
+    aligned = p.product == kW4a16Mm || (aligned16(call.b, call.b_stride[1], 1) && call.b_stride[1] >= k);
   } else {
     call.b_stride[0] = p.b.stride(0), call.b_stride[1] = p.b.stride(1);
     b_layout = orient(n, k, call.b_stride[1], call.b_stride[0]);

@@ -22,17 +22,12 @@
 #include <type_traits>
 #include <vector>
 
-#include "int4.cuh"
 #include "kernel_file.cuh"
 #include "scale_rows.cuh"
 #include "vector.cuh"
+#include "weight_values.cuh"
 
 namespace cutegemm {
-
-// What a weight has: codes in the layout of packing.py's W4Weight, or values in rows along k.
-struct Int4 {};
-struct E4m3 {};
-struct Int8 {};
 
 namespace sm80 {
 
@@ -211,23 +206,6 @@ __device__ __forceinline__ int x_offset(int token, int chunk) { return token * k
 
 // Arithmetic
 
-template <bool kBf16>
-__device__ __forceinline__ uint32_t fma_pairs(uint32_t a, uint32_t b, uint32_t c) {
-  uint32_t d;
-  if constexpr (kBf16) {
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  } else {
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  }
-  return d;
-}
-// (x & mask) | bits
-__device__ __forceinline__ uint32_t masked_or(uint32_t x, uint32_t mask, uint32_t bits) {
-  uint32_t y;
-  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(x), "r"(mask), "r"(bits));
-  return y;
-}
-
 // first: c is 0 so far, and not read.
 template <bool kBf16>
 __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
@@ -248,69 +226,6 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[
   }
 }
 
-// A lane's 16 x 16 of the weight, of rows lane / 4 and lane / 4 + 8, as the MMA's operand.
-template <class Weight, bool kBf16>
-struct Values;
-
-template <bool kBf16>
-struct Values<Int4, kBf16> : Int4Values<kBf16> {};
-
-// Of values: four neighbours of a row, as two pairs.
-//
-// Bits of E4M3, moved to where the other type has its exponent, are the value times a power of two, also if it is
-// subnormal. The two NaNs become 480, with their sign; a row that has one becomes NaN in the end.
-template <bool kBf16>
-struct Values<E4m3, kBf16> {
-  static constexpr float kFactor = kBf16 ? 1.f : 256.f;  // FP16 leaves the power to the sums
-
-  // Bits 7, 15, 23 and 31 of what is returned are set if one of four values is a NaN: only in a byte with seven ones,
-  // or above one with eight, does an addition of 1 change bit 7.
-  static constexpr uint32_t kNan = 0x80808080;
-  static __device__ __forceinline__ uint32_t nans(uint32_t four) { return four ^ four + 0x01010101; }
-
-  static __device__ __forceinline__ void make(uint32_t& a, uint32_t& b, uint32_t four) {
-    a = pair(sign_extended<0x9180>(four)), b = pair(sign_extended<0xb3a2>(four));
-  }
-  static __device__ __forceinline__ uint32_t pair(uint32_t extended) {
-    constexpr uint32_t kMinusZero = 0x80008000, kPower = 0x7b807b80;  // 2^120
-    if constexpr (kBf16) {
-      return fma_pairs<true>(extended << 4 & 0x87f087f0, kPower, kMinusZero);
-    } else {
-      return extended << 7 & 0xbf80bf80;
-    }
-  }
-  // Two bytes as numbers of 16 bits.
-  template <int kSelector>
-  static __device__ __forceinline__ uint32_t sign_extended(uint32_t four) {
-    uint32_t two;
-    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(two) : "r"(four), "n"(kSelector));
-    return two;
-  }
-};
-
-template <bool kBf16>
-struct Values<Int8, kBf16> {
-  static constexpr float kFactor = 1.f;
-
-  static __device__ __forceinline__ void make(uint32_t& a, uint32_t& b, uint32_t four) {
-    if constexpr (!kBf16) four ^= 0x80808080;  // x + 128
-    a = pair(__byte_perm(four, kMagic, 0x4140)), b = pair(__byte_perm(four, kMagic, 0x4342));
-  }
-  static __device__ __forceinline__ uint32_t pair(uint32_t lower_bytes) {
-    if constexpr (kBf16) {  // seven bits after 128, less 128, and once more if the sign is set
-      constexpr uint32_t k128 = 0x43004300, kMinusOne = 0xbf80bf80;
-      return fma_pairs<true>(masked_or(lower_bytes, 0x00800080, k128), kMinusOne,
-                             masked_or(lower_bytes, 0x007f007f, k128));
-    } else {
-      constexpr uint32_t kOne = 0x3c003c00, kMinus1152 = 0xe480e480;
-      return fma_pairs<false>(lower_bytes, kOne, kMinus1152);
-    }
-  }
-
- private:
-  static constexpr uint32_t kMagic = kBf16 ? 0 : 0x64646464;  // the upper bytes: 1024 in FP16
-};
-
 }  // namespace sm80
 
 template <class Variant>
@@ -319,7 +234,7 @@ __global__ void __launch_bounds__(sm80::kThreads, sm80::Tile<Variant>::kResident
   using namespace sm80;
   using T = Tile<Variant>;
   using Formula = typename Variant::Formula;
-  using Values = sm80::Values<typename Variant::Weight, T::kBf16>;
+  using Values = cutegemm::Values<typename Variant::Weight, T::kBf16>;
   constexpr int kWide = T::kWide, kTokens = T::kTokens;
 
   launch_next_kernel();
@@ -599,7 +514,7 @@ __global__ void __launch_bounds__(sm80::kThreads, sm80::Tile<Variant>::kResident
   // other on the same sums takes 33 cycles.
   [[maybe_unused]] const auto run_few = [&](auto mine) {
     constexpr int kMine = decltype(mine)::value, kSteps = T::kSteps, kStripStep = T::kRowWarps * T::kStripBytes;
-    using Codes = Int4Values<T::kBf16>;
+    using Codes = cutegemm::Values<Int4, T::kBf16>;
     int block = first + team;
     uint32_t stage = ring;  // where the next block is copied to; after that the oldest one, which is multiplied
 

@@ -100,7 +100,9 @@ class Problem:
     # of STEPS that are as wide as its groups.
     scales: str = ""
     gated: bool = False  # d is silu of the first half of the columns times the second
-    aligned: bool = True  # the operands' addresses and leading strides are multiples of 16 bytes, as TMA asks
+    # The operands' addresses and leading strides are multiples of 16 bytes, as TMA asks; those of a weight that is not
+    # packed, where x has 16 bits and the weight fewer: what else isn't is copied.
+    aligned: bool = True
     aligned_out: bool = True  # so are the output's, and the length of its rows: TMA stores whole pieces of 16 bytes
     hopper: bool = True  # or the GPU is of compute capability 8
     same_type: bool = True  # scales of an INT4 b have the type of a
@@ -125,7 +127,7 @@ class Problem:
             gated = isinstance(tile, MixedInput) and tile.gated
             if (self.a, self.b, self.gated) != (gemm.a, gemm.b, gated) or not self._has_scales(gemm.scales):
                 return False
-            if isinstance(tile, MixedInput) and tile.rounded and not self.same_type:
+            if isinstance(tile, MixedInput) and (not self.aligned or (tile.rounded and not self.same_type)):
                 return False
             return not gated or self.n % 32 == 0  # its halves start at whole strips of 16 rows
         if bool(self.scales) != bool(gemm.scales):
@@ -180,7 +182,11 @@ def _fits(problem: Problem, kernel: Kernel, m: int) -> bool:
         return m > 16 and (tile.m == 64 or tile.m < 2 * m)
     if isinstance(tile, (MixedInput, Sm80)):
         fits = tile.tokens <= max(64 if problem.gated else 16, 2 * m) and (m <= 4 * tile.tokens or tile.tokens >= 128)
-        if problem.hopper and problem.b == "int4" and isinstance(tile, Sm80):
+        if (
+            isinstance(tile, Sm80)
+            and problem.hopper
+            and (problem.b == "int4" or (problem.aligned and not problem.scales))
+        ):
             fits = fits and m <= 32  # from there on wgmma's rate counts
         return fits and kernel.gemm.scales == problem.scales
     # A folded tile is for an n that gives each multiprocessor no more. With two or more it was never the fastest.
@@ -480,7 +486,7 @@ def explain(
     problem = Problem(
         product, a, b, d, n, k,
         fast_accum=product == "scaled_mm" and use_fast_accum and dtype in gemm.FP8 and not scales,
-        scales=scales, gated=gated, aligned=product[0] == "w" or k * BYTES[a] % 16 == 0,
+        scales=scales, gated=gated, aligned=product == "w4a16_mm" or k * BYTES[b] % 16 == 0,
         aligned_out=n // (1 + gated) * BYTES[d] % 16 == 0,
     )  # fmt: skip
     measured = sorted(_tuned(problem, device))

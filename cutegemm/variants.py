@@ -103,7 +103,7 @@ class Blockwise:
 
 @dataclass(frozen=True)
 class MixedInput:
-    """csrc/gemm_w4.cuh, for a weight of four bits: tiles of `rows` of it and `tokens` of x.
+    """csrc/gemm_mixed.cuh, for a weight of four or eight bits: tiles of `rows` of it and `tokens` of x.
 
     gated: as in Blockwise, and a tile has rows / 2 of gates and as many of what they gate. rounded: a value of the
     weight is rounded to x's type before it is multiplied, where otherwise it is exact.
@@ -332,8 +332,9 @@ MIXED_INPUT = (
     MixedInput(128, 256, rounded=True),
     MixedInput(128, 64, gated=True),
     MixedInput(128, 128, gated=True),
-    MixedInput(256, 128, gated=True, rounded=True),
+    MixedInput(128, 256, gated=True, rounded=True),
 )
+MIXED_INPUT_W8 = (MixedInput(128, 64), MixedInput(128, 128), MixedInput(128, 256))
 SM80_W4 = (*(Sm80(rows, tokens) for rows in (64, 128) for tokens in (8, 16, 32, 64)), Sm80(256, 64), Sm80(128, 128))
 SM80_W8 = (Sm80(64, 16), Sm80(64, 64), Sm80(128, 64), Sm80(128, 128))
 # Promotion keeps a second accumulator, so a warpgroup can hold 64 x 128 of it: 128 x 128 only in cooperation.
@@ -417,10 +418,13 @@ def _w4a16_mm() -> list[Gemm]:
 
 def _w8a16_mm() -> list[Gemm]:
     return [
-        Gemm("w8a16_mm", a, b, "", epilogue, SM80_W8, scales=scales)
+        Gemm("w8a16_mm", a, b, "", epilogue, tiles, scales=scales)
         for a in ("bf16", "fp16")
         for b in ("e4m3", "int8")
-        for scales, epilogue in (("", "weight_scaled"), ("block", "residual"))
+        for scales, epilogue, tiles in (
+            ("", "weight_scaled", (*MIXED_INPUT_W8, *SM80_W8)),
+            ("block", "residual", SM80_W8),
+        )
     ]
 
 
@@ -448,6 +452,7 @@ FAMILIES: dict[str, str] = {
     "universal_split_int8": "scaled_mm_int8_int8_128x128x128_2x1_pingpong_split",
     "decode_int8": "scaled_mm_int8_int8_decode16",
     "any_int8": "scaled_mm_int8_int8_any",
+    "mixed_input_w8": "w8a16_mm_fp16_e4m3_128x256",
     "mixed_input": "w4a16_mm_bf16_int4_group128_128x32",
     "sm80_w4": "w4a16_mm_fp16_int4_group32_minimum_sm80_64x16",
     "sm80_w8": "w8a16_mm_bf16_e4m3_sm80_128x64",

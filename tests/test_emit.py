@@ -133,7 +133,7 @@ HEADERS = {
     Tile: "gemm_universal.cuh",
     Decode: "decode.cuh",
     Blockwise: "gemm_blockwise.cuh",
-    MixedInput: "gemm_w4.cuh",
+    MixedInput: "gemm_mixed.cuh",
     Sm80: "gemm_sm80.cuh",
     AnyShape: "gemm_any.cuh",
 }

@@ -891,7 +891,10 @@ def make_for(kernel: Kernel, m: int, n: int, k: int, i: int = 0, **how: Any) -> 
         kind = "block" if gemm.scales else ("rows", "one")[i % 2]
         if kind == "block" and n <= 128 and k <= 128:
             n += 128  # or else its one scale is that of all
-        return make_w8(m, n, k, kind, dtype, TYPES[gemm.b], **how)
+        product = make_w8(m, n, k, kind, dtype, TYPES[gemm.b], **how)
+        if isinstance(kernel.tile, MixedInput):  # TMA reads the weight
+            product.w = padded(product.w, -(-k // 16) * 16, fill=NAN)
+        return product
     sizes = [size for size in GROUP_SIZES if gemm.minimum or size in (-1, 256) or size % STEPS[gemm.scales] == 0]
     form = "minimum" if gemm.minimum else ("symmetric", "zeros")[i // 2 % 2]
     rounded, act_order = getattr(kernel.tile, "rounded", False), i % 7 == 5
@@ -946,7 +949,7 @@ def sizes_of(kernel: Kernel) -> list[tuple[int, int, int, str]]:
             (2 * t + 7, 50 * r + 9, 900, "split=16,swizzle=2"),
             (3 * t, 61 * r, 652, "split=4,no_chain=1"),
         ]
-    if not (tile.gated or tile.rounded):
+    if kernel.gemm.op == "w4a16_mm" and not (tile.gated or tile.rounded):
         sizes += [(t, 3 * r + 5, 300, "rows=16"), (t + 3, 5 * r + 5, 300, "rows=48,prefetch=16")]
         sizes += [(t // 2 + 1, 3 * r + 5, 1030, "split=2,rows=48"), (t, 5 * r + 5, 900, "split=4,rows=16,prefetch=64")]
     return sizes

@@ -336,7 +336,7 @@ CUTEGEMM_KERNEL_FILE("{kernel.name}", cutegemm::Blockwise<{kernel.name}>)
 CUDA_TYPES = {"bf16": "__nv_bfloat16", "fp16": "__half", "fp8": "__nv_fp8_storage_t", "int8": "int8_t"}
 
 
-def _of_weight(kernel: Kernel, tile: MixedInput | Sm80, header: str, element: str, member: str) -> str:
+def _of_weight(kernel: Kernel, tile: MixedInput | Sm80, header: str, element: str, forms: str = "") -> str:
     """Of a kernel whose a has 16 bits and whose weight has fewer."""
     gemm = kernel.gemm
     return f"""\
@@ -345,10 +345,10 @@ def _of_weight(kernel: Kernel, tile: MixedInput | Sm80, header: str, element: st
 {formula(gemm.epilogue, gemm.accumulator)}
 struct {kernel.name} {{
   using Element = {element};
+  using Weight = cutegemm::{gemm.b.capitalize()};
   using Formula = ::Formula;
-  {member}
   static constexpr int kRows = {tile.rows}, kTokens = {tile.tokens}, kStep = {STEPS.get(gemm.scales, 128)};
-  static constexpr bool kMinimum = {_true(gemm.minimum)};
+  static constexpr bool kMinimum = {_true(gemm.minimum)}{forms};
 }};
 
 CUTEGEMM_KERNEL_FILE("{kernel.name}", cutegemm::{type(tile).__name__}<{kernel.name}>)
@@ -358,15 +358,14 @@ CUTEGEMM_KERNEL_FILE("{kernel.name}", cutegemm::{type(tile).__name__}<{kernel.na
 def mixed_input(kernel: Kernel) -> str:
     tile = kernel.tile
     assert isinstance(tile, MixedInput)
-    forms = f"static constexpr bool kGated = {_true(tile.gated)}, kRounded = {_true(tile.rounded)};"
-    return _shapes(tile.tokens) + _of_weight(kernel, tile, "gemm_w4.cuh", CPP_TYPES[kernel.gemm.a], forms)
+    forms = f", kGated = {_true(tile.gated)}, kRounded = {_true(tile.rounded)}"
+    return _shapes(tile.tokens) + _of_weight(kernel, tile, "gemm_mixed.cuh", CPP_TYPES[kernel.gemm.a], forms)
 
 
 def sm80(kernel: Kernel) -> str:
     tile = kernel.tile
     assert isinstance(tile, Sm80)
-    weight = f"using Weight = cutegemm::{kernel.gemm.b.capitalize()};"
-    return _of_weight(kernel, tile, "gemm_sm80.cuh", CUDA_TYPES[kernel.gemm.a], weight)
+    return _of_weight(kernel, tile, "gemm_sm80.cuh", CUDA_TYPES[kernel.gemm.a])
 
 
 def _true(condition: object) -> str:

@@ -1,5 +1,5 @@
 // Emitted by tools/emit.py from cutegemm/variants.py.
-#include "gemm_w4.cuh"
+#include "gemm_mixed.cuh"
 
 // epilogues/residual.py
 struct Formula {
@@ -30,10 +30,10 @@ struct Formula {
 
 struct w4a16_mm_bf16_int4_group128_128x32 {
   using Element = cutlass::bfloat16_t;
+  using Weight = cutegemm::Int4;
   using Formula = ::Formula;
-  static constexpr bool kGated = false, kRounded = false;
   static constexpr int kRows = 128, kTokens = 32, kStep = 128;
-  static constexpr bool kMinimum = false;
+  static constexpr bool kMinimum = false, kGated = false, kRounded = false;
 };
 
 CUTEGEMM_KERNEL_FILE("w4a16_mm_bf16_int4_group128_128x32", cutegemm::MixedInput<w4a16_mm_bf16_int4_group128_128x32>)

@@ -30,8 +30,8 @@ struct Formula {
 
 struct w4a16_mm_fp16_int4_group32_minimum_sm80_64x16 {
   using Element = __half;
-  using Formula = ::Formula;
   using Weight = cutegemm::Int4;
+  using Formula = ::Formula;
   static constexpr int kRows = 64, kTokens = 16, kStep = 32;
   static constexpr bool kMinimum = true;
 };

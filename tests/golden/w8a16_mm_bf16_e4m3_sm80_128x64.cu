@@ -30,8 +30,8 @@ struct Formula {
 
 struct w8a16_mm_bf16_e4m3_sm80_128x64 {
   using Element = __nv_bfloat16;
-  using Formula = ::Formula;
   using Weight = cutegemm::E4m3;
+  using Formula = ::Formula;
   static constexpr int kRows = 128, kTokens = 64, kStep = 128;
   static constexpr bool kMinimum = false;
 };

@@ -1,14 +1,15 @@
-// The GEMM with a weight of four-bit codes: d = Formula(x @ w^T), for 17 tokens and more. The weight is wgmma's A, in
-// registers, and tokens run along its n side.
+// The GEMM with a weight of four-bit codes or eight-bit values: d = Formula(x @ w^T), for 17 tokens and more. The
+// weight is wgmma's A, in registers, and tokens run along its n side.
 //  - W4Weight is packed so that a lane's 64 columns of a strip of 16 rows are 16 bytes, and the pairs of codes in them
 //    already stand in the halves of registers. Four registers take 9 instructions, and shared memory is read once for
-//    32 codes.
+//    32 codes. Of a weight of eight bits, which is as it is, a lane reads two neighbours of a row at a time.
 //  - A code less its zero is exact in BF16 and FP16, a code times its scale is not. For up to 128 tokens the MMA
 //    multiplies codes, and scales go to its FP32 sums, group by group: HBM or L2 is the limit, and waiting for sums
 //    costs little.
-//  - For more (kRounded) MMAs are the limit, and each 16 columns of a weight are used for 128 tokens. So a weight's
-//    value is rounded to 16 bits, as a weight of 16 bits would be, and MMAs add over all of k. They never wait for an
-//    addition: while some run, values for the next are made.
+//  - For more (kRounded) MMAs are the limit. So a code's value is rounded to 16 bits, as a weight of 16 bits would be,
+//    and MMAs add over all of k. They never wait for an addition: while some run, values for the next are made. Each
+//    is used for 256 tokens: for 128 they were late, and the kernel 15 % slower.
+//  - Scales of eight bits are of rows, and sums over all of k too.
 //  - Two threads issue all TMA loads, one of codes and scales, one of x, ahead of the MMAs and across tiles. One took
 //    longer for a stage than HBM does.
 //  - For 32 tokens warps share strips: each has its own k of a stage, and their sums are added in the end. It takes 16
@@ -38,16 +39,16 @@
 
 #include "cluster.cuh"
 #include "cutlass_dtype.cuh"
-#include "int4.cuh"
 #include "kernel_file.cuh"
 #include "tma.cuh"
 #include "vector.cuh"
+#include "weight_values.cuh"
 
 namespace cutegemm {
 
 using namespace cute;
 
-namespace w4 {
+namespace mixed {
 
 constexpr int kMmaRows = 64, kStrip = 16;  // rows of wgmma, and of a warp in it
 constexpr int kSpan = 64;        // k: 128 bytes of x, TMA's and wgmma's swizzle, and 16 bytes of a lane's codes
@@ -61,47 +62,46 @@ constexpr int kBytesInFlight = 8 << 20;  // of codes, over all CTAs
 
 // A tile of kRows of the weight and kTokens of x, as the emitted Variant declares it: see variants.py's MixedInput.
 //
-// A warpgroup has kBlocks of 64 rows. With two, of a gated tile, they are gates and what those gate.
+// A warpgroup has 64 rows. Of a gated tile the first one has gates, and the second one what they gate.
 template <class Variant>
 struct Tile : Variant {
   using Variant::kRows, Variant::kTokens, Variant::kStep, Variant::kGated, Variant::kMinimum, Variant::kRounded;
+  static constexpr bool kInt4 = std::is_same_v<typename Variant::Weight, Int4>;
+  static constexpr bool kNans = std::is_same_v<typename Variant::Weight, E4m3>;
+  static constexpr bool kOneSum = kRounded || !kInt4;  // an MMA adds to the sums of all k before
   static constexpr bool kSplits = kTokens == 32, kShares = !kSplits;
   static constexpr int kWarps = kTokens == 32 ? 16 : 8, kConsumers = 32 * kWarps, kGroups = kWarps / 4;
   static constexpr int kStrips = kRows / kStrip, kWidth = kGated ? kRows / 2 : kRows;  // kWidth: of d
-  static constexpr int kBlocks = std::max(1, kStrips / kWarps);
   static constexpr int kAlongK = std::max(1, kWarps / kStrips);  // warps that share a strip, each with its own k
-  // From a block to the warpgroup's next one, and from a warpgroup's first one to the next warpgroup's.
-  static constexpr int kBlockStrips = kGated ? kStrips / 2 : 4;
-  static constexpr int kGroupStrips = kGated ? 4 : 4 * kBlocks;
-  static constexpr int kOwnK = kRounded ? kSpan : 128;  // of a stage's k, what a warp multiplies
+  static constexpr int kOwnK = kOneSum ? kSpan : 128;            // of a stage's k, what a warp multiplies
   static constexpr int kStageK = kOwnK * kAlongK, kSpans = kStageK / kSpan;
-  static constexpr int kPiece = kRounded ? kSpan : std::min(kStep, kSpan);  // k that are made at a time
+  static constexpr int kPiece = kOneSum ? kSpan : std::min(kStep, kSpan);  // k that are made at a time
   static constexpr int kPieces = kOwnK / kPiece, kOfStep = std::max(1, kStep / kPiece);
   static constexpr bool kWide = kTokens > 32;
-  static constexpr bool kTakesTurns = !kRounded && kTokens == 128;
+  static constexpr bool kTakesTurns = !kOneSum && kTokens == 128;
   // While sums of one warpgroup become d, MMAs of the other one run, which is so many stages behind.
-  static constexpr int kLag = kRounded ? (kGated ? 3 : 2) : 0;
+  static constexpr int kLag = kOneSum ? 2 : 0;
   static constexpr int kThreads = kConsumers + (kWide ? 128 : 64);
-  static constexpr int kStripBytes = kSpans * kSpanBytes, kCodes = kStrips * kStripBytes;
+  static constexpr int kStripBytes = kInt4 ? kSpans * kSpanBytes : kStrip * kStageK, kCodes = kStrips * kStripBytes;
   static constexpr int kX = kStageK * kTokens * 2;
-  static constexpr int kMostGroups = std::max(1, kStageK / kStep);          // of a stage
-  static constexpr int kScales = kRows * kMostGroups * (kRounded ? 2 : 4);  // at most: FP32
+  static constexpr int kMostGroups = std::max(1, kStageK / kStep);                      // of a stage
+  static constexpr int kScales = kInt4 ? kRows * kMostGroups * (kRounded ? 2 : 4) : 0;  // at most: FP32
   static constexpr int kStage = (kCodes + kX + 2 * kScales + 1023) / 1024 * 1024;
   // Sums of the tile as [part of k][token][row], and those of other CTAs. Of a gated tile there are the values of what
-  // one warpgroup has for the other, as [token][row].
+  // one warpgroup has for the other, as [token][row], and of d on its way to TMA, so many tokens at a time.
+  static constexpr int kOutTokens = std::min(kTokens, 128);
   static constexpr int kSums = kTokens * kRows, kPitch = kMmaRows + 4;
-  static constexpr int kSumBytes = 4 * (kSplits ? (kAlongK + 1) * kSums : kGated && !kRounded ? kTokens * kPitch : 0);
-  static constexpr int kOutTokens = std::min(kTokens, 128),
-                       kOutBytes = kWide ? kGroups * kOutTokens * 128 : 0;  // of d on its way to TMA
+  static constexpr int kSumBytes = 4 * (kSplits ? (kAlongK + 1) * kSums : kGated ? kOutTokens * kPitch : 0);
+  static constexpr int kOutBytes = kWide ? (kGated ? 1 : kGroups) * kOutTokens * 128 : 0;
   // Of sums that are given, by which they come to shared memory in stages: a thread's and bytes of all.
   static constexpr int kChunkFours = 4, kChunkBytes = kChunkFours * 16 * kConsumers;
   static constexpr int kChunks = kSums * 4 / kChunkBytes;
   static constexpr int kBarriers = 1024;
   static constexpr int kHeader = (kOutBytes + kSumBytes + 1023) / 1024 * 1024 + kBarriers;
-  static_assert(kTokens >= 32 && kTokens % 8 == 0 && kTokens <= 256 && kGroups * kBlocks * kMmaRows == kRows * kAlongK);
-  static_assert(kBlocks == 1 || (kBlocks == 2 && kRounded));
-  static_assert(!kGated || (kRows == (kRounded ? 256 : 128) && kWide));
-  static_assert(kTokens <= 128 || (kRounded && kBlocks == 1 && !kGated));
+  static_assert(kTokens >= 32 && kTokens % 8 == 0 && kTokens <= 256 && kGroups * kMmaRows == kRows * kAlongK);
+  static_assert(!kGated || (kRows == 128 && kWide));
+  static_assert(kTokens <= 128 || kOneSum);
+  static_assert(kInt4 || (kWide && !kGated && !kMinimum && !kRounded));
   static_assert(kAlongK == 1 || kSplits);
   static_assert(!kMinimum || kStep == 32);
   static_assert((kSharedBytes - 1024 - kHeader) / kStage >= kLag + 2 && (!kShares || kChunkBytes <= kStage));
@@ -265,15 +265,15 @@ CUTE_DEVICE uint64_t read_often() {
   return policy;
 }
 
-}  // namespace w4
+}  // namespace mixed
 
 template <class Variant>
-__global__ void __launch_bounds__(w4::Tile<Variant>::kThreads, 1)
-    w4_kernel(const __grid_constant__ cutegemm_call call, const __grid_constant__ w4::Shape shape,
-              const __grid_constant__ CUtensorMap map_codes, const __grid_constant__ CUtensorMap map_scales,
-              const __grid_constant__ CUtensorMap map_zeros, const __grid_constant__ CUtensorMap map_x,
-              const __grid_constant__ CUtensorMap map_d) {
-  using namespace w4;
+__global__ void __launch_bounds__(mixed::Tile<Variant>::kThreads, 1)
+    mixed_kernel(const __grid_constant__ cutegemm_call call, const __grid_constant__ mixed::Shape shape,
+                 const __grid_constant__ CUtensorMap map_codes, const __grid_constant__ CUtensorMap map_scales,
+                 const __grid_constant__ CUtensorMap map_zeros, const __grid_constant__ CUtensorMap map_x,
+                 const __grid_constant__ CUtensorMap map_d) {
+  using namespace mixed;
   using T = Tile<Variant>;
   using Element = typename Variant::Element;
   using Formula = typename Variant::Formula;
@@ -341,7 +341,7 @@ __global__ void __launch_bounds__(w4::Tile<Variant>::kThreads, 1)
     constexpr int kHalves = T::kGated ? 2 : 1;
     if (warp == kWarps && lane == 0) {
       bool more = tiles.next();
-      if (!call.options.no_chain && more) {
+      if (T::kInt4 && !call.options.no_chain && more) {
         int const ahead = min(call.options.prefetch * 1024 / T::kCodes, tiles.last - tiles.first);
         for (int i = 0; i < ahead; ++i) {
           for (int h = 0; h < kHalves; ++h) prefetch_codes(map_codes, (tiles.first + i) * T::kSpans, strip_of(h));
@@ -361,6 +361,10 @@ __global__ void __launch_bounds__(w4::Tile<Variant>::kThreads, 1)
           CUTE_UNROLL
           for (int h = 0; h < kHalves; ++h) {
             int const strip = strip_of(h), at = h * T::kStrips / 2;
+            if constexpr (!T::kInt4) {
+              load_box(map_codes, to, barrier, block * T::kStageK, strip * kStrip, once);
+              continue;
+            }
             load_codes(map_codes, to + at * T::kStripBytes, barrier, block * T::kSpans, strip, once);
             load_box(map_scales, to_scales + at * shape.scale_bytes, barrier, group * kStrip, strip, once);
             if (call.groups.zeros) {
@@ -368,6 +372,7 @@ __global__ void __launch_bounds__(w4::Tile<Variant>::kThreads, 1)
                        once);
             }
           }
+          if (!T::kInt4) continue;
           if (shape.groups > 1) {
             group += shape.groups;
           } else if ((in_group += T::kStageK) >= size) {
@@ -428,7 +433,7 @@ __global__ void __launch_bounds__(w4::Tile<Variant>::kThreads, 1)
   // Warps of a warpgroup have strips side by side, and of a stage its own k. Of an MMA's sums a thread holds, for every
   // 8 tokens, 2 neighbours in 2 rows that lie 8 apart.
   int const group = warp / 4, along_k = warp / T::kStrips;
-  int const strip = warp % T::kStrips / 4 * T::kGroupStrips + warp % 4;
+  int const strip = warp % T::kStrips;
   int const own_row = strip * kStrip + lane / 4, own_token = lane % 4 * 2;
 
   using Atom = decltype(GMMA::rs_op_selector<Element, Element, float, cute::Shape<Int<64>, Int<kTokens>, Int<16>>,
@@ -442,8 +447,8 @@ __global__ void __launch_bounds__(w4::Tile<Variant>::kThreads, 1)
   constexpr int kSums = kTokens / 2, kWords = T::kPiece / 16;  // of a thread
   using A = decltype(make_tensor<Element>(cute::Shape<cute::Shape<_2, _2, _2>, _1, Int<kWords>>{}));
   static_assert(size(Sum{}) == kSums);
-  Sum total[T::kBlocks];
-  A a[T::kRounded ? T::kBlocks : 2];
+  Sum total;
+  A a[T::kOneSum ? 1 : 2];
   uint8_t* at = stages;  // the stage that is worked on
   // Its x from k on, as far as the span reaches.
   Tensor const first_x = thread_mma.make_fragment_B(
@@ -458,71 +463,93 @@ __global__ void __launch_bounds__(w4::Tile<Variant>::kThreads, 1)
   };
 
   constexpr bool kBf16 = std::is_same_v<Element, cutlass::bfloat16_t>;
-  using Values = Int4Values<kBf16>;
-  using Zeros = typename Values::Zeros;
+  using Values = cutegemm::Values<typename Variant::Weight, kBf16>;
   constexpr int kScalesAt = T::kCodes + T::kX, kZerosAt = kScalesAt + T::kScales;
+  [[maybe_unused]] uint32_t nans[2];  // of the lane's k of both rows, see Values::nans
   // Bytes from a group's 16 scales to the next group's.
   int const group_bytes = T::kRounded ? kStrip * 2 : shape.scale_bytes / shape.groups;
   int const strip_scales = T::kMostGroups == 1 ? group_bytes : shape.scale_bytes;
   auto const group_at = [&](int k) { return T::kMostGroups == 1 ? 0 : (k >> shape.group_shift) * group_bytes; };
   int const own_codes = strip * T::kStripBytes + lane * 16;
 
-  // Without zeros what stands in their place is not read, but the bytes of an eight.
-  uint32_t const eight = Values::twice(8.f), zero_bytes = T::kMinimum || call.groups.zeros ? 0x1010 : 0x5454;
-
-  // A stage with values that are rounded, block by block.
+  // A stage whose values are final, by the MMA's 16 k. A warp that has an MMA to issue stands still until the one
+  // before has been taken, so values are made between.
+  auto const multiply_by = [&](auto make) {
+    Tensor registers = recast<uint32_t>(a[0]);
+    Tensor const x = x_from(0);
+    warpgroup_fence_operand(total);
+    for_each(make_seq<4>{}, [&](auto k) {
+      warpgroup_wait<3>();
+      if constexpr (k == 3) release();
+      uint32_t four[4];
+      make(four, k);
+      CUTE_UNROLL
+      for (int i = 0; i < 4; ++i) registers(4 * k + i) = four[i];
+      warpgroup_arrive();
+      gemm(mma, a[0](_, _, k), x(_, _, k), total);
+      warpgroup_commit_batch();
+    });
+    held = stage;
+  };
   [[maybe_unused]] auto const multiply_rounded = [&] {
-    uint8_t const* const own = at + own_codes;
-    uint8_t const* const scales = at + kScalesAt + strip * strip_scales + lane / 4 * 2;
-    for_each(make_seq<T::kBlocks>{}, [&](auto block) {
+    if constexpr (T::kRounded) {
+      // Without zeros what stands in their place is not read, but the bytes of an eight.
+      uint32_t const eight = Values::twice(8.f), zero_bytes = T::kMinimum || call.groups.zeros ? 0x1010 : 0x5454;
+      uint8_t const* const scales = at + kScalesAt + strip * strip_scales + lane / 4 * 2;
       constexpr int kParts = T::kStep < kSpan ? kSpan / T::kStep : 1;
-      uint4 const words = *reinterpret_cast<uint4 const*>(own + block * T::kBlockStrips * T::kStripBytes);
+      uint4 const words = *reinterpret_cast<uint4 const*>(at + own_codes);
       uint32_t const word[4] = {words.x, words.y, words.z, words.w};
       // Of both rows, in both halves.
       uint32_t scale[kParts][2], zero[kParts][2];
       for_each(make_seq<kParts>{}, [&](auto part) {
         CUTE_UNROLL
         for (int row = 0; row < 2; ++row) {
-          uint8_t const* const from =
-              scales + block * T::kBlockStrips * strip_scales + group_at(part * T::kStep) + row * 16;
+          uint8_t const* const from = scales + group_at(part * T::kStep) + row * 16;
           scale[part][row] = __byte_perm(*reinterpret_cast<uint16_t const*>(from), 0, 0x1010);
           zero[part][row] = __byte_perm(*reinterpret_cast<uint16_t const*>(from + T::kScales), eight, zero_bytes);
         }
       });
-      Tensor registers = recast<uint32_t>(a[block]);
-      Zeros zeros[kParts];
+      typename Values::Zeros zeros[kParts];
       for_each(make_seq<kParts>{}, [&](auto part) {
         zeros[part] = Values::zeros(0.f, 0.f);
         if constexpr (!T::kMinimum) {
           uint32_t const factor = Values::twice(-1.f / Values::kFactor);
-          zeros[part] = {Values::fma(zero[part][0], factor, zeros[part].lower),
-                         Values::fma(zero[part][1], factor, zeros[part].upper)};
+          zeros[part] = {fma_pairs<kBf16>(zero[part][0], factor, zeros[part].lower),
+                         fma_pairs<kBf16>(zero[part][1], factor, zeros[part].upper)};
         }
         if constexpr (Values::kFactor != 1.f) {
           CUTE_UNROLL
           for (uint32_t& of_row : scale[part]) of_row = multiply_pair<kBf16>(of_row, Values::twice(Values::kFactor));
         }
       });
-      Tensor const x = x_from(0);
-      warpgroup_fence_operand(total[block]);
-      // A warp that has an MMA to issue stands still until the one before has been taken. So values are made between.
-      for_each(make_seq<4>{}, [&](auto k) {
+      multiply_by([&](uint32_t (&four)[4], auto k) {
         constexpr int kPart = k * kParts / 4;
-        warpgroup_wait<3>();
-        if constexpr (block == 0 && k == 3) release();
-        uint32_t four[4];
         Values::make(four, word[k], zeros[kPart]);
         CUTE_UNROLL
         for (int i = 0; i < 4; ++i) {
-          registers(4 * k + i) = T::kMinimum ? Values::fma(four[i], scale[kPart][i % 2], zero[kPart][i % 2])
-                                             : multiply_pair<kBf16>(four[i], scale[kPart][i % 2]);
+          four[i] = T::kMinimum ? fma_pairs<kBf16>(four[i], scale[kPart][i % 2], zero[kPart][i % 2])
+                                : multiply_pair<kBf16>(four[i], scale[kPart][i % 2]);
         }
-        warpgroup_arrive();
-        gemm(mma, a[block](_, _, k), x(_, _, k), total[block]);
-        warpgroup_commit_batch();
       });
-    });
-    held = stage;
+    }
+  };
+  // Values of eight bits stand in the order of 64-byte swizzle: as 16 bytes, exchanged by two bits of the row.
+  [[maybe_unused]] auto const multiply_bytes = [&] {
+    if constexpr (!T::kInt4) {
+      uint8_t const* const own = at + own_row * kSpan + lane % 4 * 2;
+      multiply_by([&](uint32_t (&four)[4], auto k) {
+        uint8_t const* const chunk = own + (k ^ lane / 8) * 16;
+        CUTE_UNROLL
+        for (int row = 0; row < 2; ++row) {
+          auto const pair = [&](int k) {
+            return uint32_t(*reinterpret_cast<uint16_t const*>(chunk + row * (8 * kSpan) + k));
+          };
+          uint32_t const values = pair(0) | pair(8) << 16;
+          if constexpr (T::kNans) nans[row] |= Values::nans(values);
+          Values::make(four[row], four[row + 2], values);
+        }
+      });
+    }
   };
 
   // Where a thread finds the scales of its rows: a word, and the bytes of it that are FP32, or are when converted.
@@ -553,7 +580,14 @@ __global__ void __launch_bounds__(w4::Tile<Variant>::kThreads, 1)
     if constexpr (T::kMinimum) of_rows(s.minimum, kZerosAt, step);
     return s;
   };
-  auto zeros = T::kMinimum ? Values::zeros(0.f, 0.f) : Values::zeros(8.f, 8.f);
+  constexpr float kZero = T::kMinimum ? 0.f : 8.f;
+  [[maybe_unused]] auto zeros = [&] {
+    if constexpr (T::kInt4) {
+      return Values::zeros(kZero, kZero);
+    } else {
+      return 0;
+    }
+  }();
   Sum part;
   [[maybe_unused]] Sum x_sums;  // of tokens over a step, in every row the same
   A ones;
@@ -563,7 +597,7 @@ __global__ void __launch_bounds__(w4::Tile<Variant>::kThreads, 1)
     warpgroup_wait<0>();
     warpgroup_fence_operand(part);
     if constexpr (T::kMinimum) warpgroup_fence_operand(x_sums);
-    Sum& sum = total[0];
+    Sum& sum = total;
     CUTE_UNROLL
     for (int i = 0; i < kSums; ++i) {
       sum(i) = __fmaf_rn(part(i), of_part.scale[i / 2 % 2], sum(i));
@@ -573,54 +607,56 @@ __global__ void __launch_bounds__(w4::Tile<Variant>::kThreads, 1)
   };
   // A stage with exact values.
   [[maybe_unused]] auto const multiply_exact = [&] {
-    for_each(make_seq<T::kPieces>{}, [&](auto piece) {
-      constexpr int kInStep = piece % T::kOfStep, kOwn = piece * T::kPiece;
-      constexpr bool kFirst = kInStep == 0, kLast = kInStep == T::kOfStep - 1;
-      if (kFirst && !T::kMinimum && call.groups.zeros) {
-        float of_row[2];
-        of_rows(of_row, kZerosAt, piece / T::kOfStep);
-        zeros = Values::zeros(of_row[0], of_row[1]);
-      }
-      uint32_t word[kWords];
-      uint8_t const* const words =
-          at + own_codes + along_k * (T::kOwnK / kSpan * kSpanBytes) + kOwn / kSpan * kSpanBytes + kOwn % kSpan / 4;
-      if constexpr (T::kPiece == kSpan) {
-        uint4 const four = *reinterpret_cast<uint4 const*>(words);
-        word[0] = four.x, word[1] = four.y, word[2] = four.z, word[3] = four.w;
-      } else {
-        uint2 const two = *reinterpret_cast<uint2 const*>(words);
-        word[0] = two.x, word[1] = two.y;
-      }
-      A& values = a[piece % 2];
-      Tensor registers = recast<uint32_t>(values);
-      CUTE_UNROLL
-      for (int w = 0; w < kWords; ++w) {
-        uint32_t four[4];
-        Values::make(four, word[w], zeros);
+    if constexpr (!T::kOneSum) {
+      for_each(make_seq<T::kPieces>{}, [&](auto piece) {
+        constexpr int kInStep = piece % T::kOfStep, kOwn = piece * T::kPiece;
+        constexpr bool kFirst = kInStep == 0, kLast = kInStep == T::kOfStep - 1;
+        if (kFirst && !T::kMinimum && call.groups.zeros) {
+          float of_row[2];
+          of_rows(of_row, kZerosAt, piece / T::kOfStep);
+          zeros = Values::zeros(of_row[0], of_row[1]);
+        }
+        uint32_t word[kWords];
+        uint8_t const* const words =
+            at + own_codes + along_k * (T::kOwnK / kSpan * kSpanBytes) + kOwn / kSpan * kSpanBytes + kOwn % kSpan / 4;
+        if constexpr (T::kPiece == kSpan) {
+          uint4 const four = *reinterpret_cast<uint4 const*>(words);
+          word[0] = four.x, word[1] = four.y, word[2] = four.z, word[3] = four.w;
+        } else {
+          uint2 const two = *reinterpret_cast<uint2 const*>(words);
+          word[0] = two.x, word[1] = two.y;
+        }
+        A& values = a[piece % 2];
+        Tensor registers = recast<uint32_t>(values);
         CUTE_UNROLL
-        for (int i = 0; i < 4; ++i) registers(4 * w + i) = four[i];
-      }
-      if constexpr (kFirst) {
-        finish_step();
-        if constexpr (piece == 0) release();
-        if constexpr (T::kTakesTurns) NamedBarrier::sync(kConsumers, kTurn + group);
-      }
-      Tensor const x = x_from(along_k * T::kOwnK + kOwn);
-      warpgroup_fence_operand(part);
-      if constexpr (T::kMinimum) warpgroup_fence_operand(x_sums);
-      warpgroup_arrive();
-      for_each(make_seq<kWords>{}, [&](auto k) {
-        mma.accumulate_ = k == 0 && kFirst ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
-        auto const of_x = x(_, _, k + kOwn % kSpan / 16);
-        gemm(mma, values(_, _, k), of_x, part);
-        if constexpr (T::kMinimum) gemm(mma, ones(_, _, 0), of_x, x_sums);
+        for (int w = 0; w < kWords; ++w) {
+          uint32_t four[4];
+          Values::make(four, word[w], zeros);
+          CUTE_UNROLL
+          for (int i = 0; i < 4; ++i) registers(4 * w + i) = four[i];
+        }
+        if constexpr (kFirst) {
+          finish_step();
+          if constexpr (piece == 0) release();
+          if constexpr (T::kTakesTurns) NamedBarrier::sync(kConsumers, kTurn + group);
+        }
+        Tensor const x = x_from(along_k * T::kOwnK + kOwn);
+        warpgroup_fence_operand(part);
+        if constexpr (T::kMinimum) warpgroup_fence_operand(x_sums);
+        warpgroup_arrive();
+        for_each(make_seq<kWords>{}, [&](auto k) {
+          mma.accumulate_ = k == 0 && kFirst ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
+          auto const of_x = x(_, _, k + kOwn % kSpan / 16);
+          gemm(mma, values(_, _, k), of_x, part);
+          if constexpr (T::kMinimum) gemm(mma, ones(_, _, 0), of_x, x_sums);
+        });
+        warpgroup_commit_batch();
+        if constexpr (T::kTakesTurns && kLast) NamedBarrier::arrive(kConsumers, kTurn + 1 - group);
+        if constexpr (kFirst) of_part = scales_of(piece / T::kOfStep);
+        if constexpr (!kFirst) warpgroup_wait<1>();  // the values before are not read any more
       });
-      warpgroup_commit_batch();
-      if constexpr (T::kTakesTurns && kLast) NamedBarrier::arrive(kConsumers, kTurn + 1 - group);
-      if constexpr (kFirst) of_part = scales_of(piece / T::kOfStep);
-      if constexpr (!kFirst) warpgroup_wait<1>();  // the values before are not read any more
-    });
-    held = stage;
+      held = stage;
+    }
   };
   if (T::kTakesTurns && group == 1) NamedBarrier::arrive(kConsumers, kTurn);
 
@@ -638,30 +674,50 @@ __global__ void __launch_bounds__(w4::Tile<Variant>::kThreads, 1)
     int const width = T::kGated ? call.n / 2 : call.n;  // of d
     int const end = T::kGated ? width : min(width, row0 + shape.strips * kStrip);
     // The epilogue's operands of a thread's rows of w, columns of d; or of the one that it finishes.
-    typename Formula::Column columns[T::kBlocks][2];
+    typename Formula::Column columns[2];
     CUTE_UNROLL
-    for (int i = 0; i < 2 * T::kBlocks; ++i) {
-      int const row = exchanged ? rank * part_rows + part_row : own_row + i / 2 * T::kBlockStrips * kStrip + i % 2 * 8;
-      int const half = T::kBlocks == 2 ? i / 2 : group;  // of a gated tile
-      int const column = T::kGated ? row + half * (width - T::kWidth) : row;
-      columns[i / 2][i % 2] = Formula::column(call, min(row0 + column, call.n - 1));
+    for (int i = 0; i < 2; ++i) {
+      int const row = exchanged ? rank * part_rows + part_row : own_row + i * 8;
+      int const column = T::kGated ? row + group * (width - T::kWidth) : row;
+      columns[i] = Formula::column(call, min(row0 + column, call.n - 1));
     }
 
     held = -1;
-    for (Sum& sum : total) clear(sum);
-    if constexpr (T::kRounded) {
+    clear(total);
+    nans[0] = nans[1] = 0;
+    if constexpr (T::kOneSum) {
       mma.accumulate_ = GMMA::ScaleOut::One;
       bool const lags = T::kLag && blocks >= shape.stages;
       if (lags && group == 1) NamedBarrier::sync(kConsumers, kTurn);
       for (int block = 0; block < blocks; ++block) {
         full(stage)->wait(phase);
         at = stages + stage * T::kStage;
-        multiply_rounded();
+        if constexpr (T::kInt4) {
+          multiply_rounded();
+        } else {
+          multiply_bytes();
+        }
         if (lags && group == 0 && block == T::kLag) NamedBarrier::arrive(kConsumers, kTurn);
         next_stage();
       }
       warpgroup_wait<0>();
-      for (Sum& sum : total) warpgroup_fence_operand(sum);
+      warpgroup_fence_operand(total);
+      if constexpr (T::kNans) {  // four lanes have a row's k
+        CUTE_UNROLL
+        for (int row = 0; row < 2; ++row) {
+          uint32_t found = nans[row];
+          found |= __shfl_xor_sync(~0u, found, 1), found |= __shfl_xor_sync(~0u, found, 2);
+          if (!(found & Values::kNan)) continue;
+          CUTE_UNROLL
+          for (int i = 0; i < kSums; ++i) {
+            if (i / 2 % 2 == row) total(i) = __int_as_float(0x7fffffff);
+          }
+        }
+      }
+      if constexpr (!T::kInt4 && Values::kFactor != 1.f) {
+        CUTE_UNROLL
+        for (int i = 0; i < kSums; ++i) total(i) *= Values::kFactor;
+      }
     } else {
       clear(part);
       if constexpr (T::kMinimum) clear(x_sums);
@@ -684,7 +740,7 @@ __global__ void __launch_bounds__(w4::Tile<Variant>::kThreads, 1)
         CUTE_UNROLL
         for (int i = 0; i < kSums; ++i) {
           int const row = row_of(i);
-          own[((row >> bits) * kTokens + token_of(i) << bits) + (row & part_rows - 1)] = total[0](i);
+          own[((row >> bits) * kTokens + token_of(i) << bits) + (row & part_rows - 1)] = total(i);
         }
         int const of_part = T::kSums / split;
         if (split > 1) {
@@ -719,7 +775,7 @@ __global__ void __launch_bounds__(w4::Tile<Variant>::kThreads, 1)
           }
           typename Formula::Element element = {};
           if (has_elements) element = Formula::element(call, m, n);
-          float const value = Formula::apply(sum, Formula::row(call, m), columns[0][0], element);
+          float const value = Formula::apply(sum, Formula::row(call, m), columns[0], element);
           store_from_float(call.d, call.d_dtype, m * call.d_stride[0] + n * call.d_stride[1], value);
         }
         if (split > 1) {
@@ -738,10 +794,8 @@ __global__ void __launch_bounds__(w4::Tile<Variant>::kThreads, 1)
       if (tiles.gives) {
         float4* const to = piece_of(tiles.cta) + group * (T::kChunkFours * 128) + thread;
         for_each(make_seq<T::kChunks * T::kChunkFours>{}, [&](auto i) {
-          constexpr int kBlock = i * 4 / kSums, kAt = i * 4 % kSums;
-          Sum const& sum = total[kBlock];
           to[(i / T::kChunkFours * T::kGroups * T::kChunkFours + i % T::kChunkFours) * 128] = {
-              sum(kAt), sum(kAt + 1), sum(kAt + 2), sum(kAt + 3)};
+              total(4 * i), total(4 * i + 1), total(4 * i + 2), total(4 * i + 3)};
         });
         NamedBarrier::arrive(kConsumers + 32, kGiven);
         continue;
@@ -752,10 +806,9 @@ __global__ void __launch_bounds__(w4::Tile<Variant>::kThreads, 1)
           auto const* const from =
               reinterpret_cast<float4 const*>(stages + stage * T::kStage) + group * (T::kChunkFours * 128) + thread;
           for_each(make_seq<T::kChunkFours>{}, [&](auto j) {
-            constexpr int kFirst = (chunk * T::kChunkFours + j) * 4, kBlock = kFirst / kSums, kAt = kFirst % kSums;
-            Sum& sum = total[kBlock];
+            constexpr int kAt = (chunk * T::kChunkFours + j) * 4;
             float4 const v = from[j * 128];
-            sum(kAt) += v.x, sum(kAt + 1) += v.y, sum(kAt + 2) += v.z, sum(kAt + 3) += v.w;
+            total(kAt) += v.x, total(kAt + 1) += v.y, total(kAt + 2) += v.z, total(kAt + 3) += v.w;
           });
           __syncwarp();
           if (lane == 0) empty(stage)->arrive();
@@ -764,85 +817,79 @@ __global__ void __launch_bounds__(w4::Tile<Variant>::kThreads, 1)
       }
     }
 
-    for_each(make_seq<T::kBlocks>{}, [&](auto b) {
-      auto const apply = [&](auto element) {
-        CUTE_UNROLL
-        for (int i = 0; i < kSums; ++i) {
-          total[b](i) = Formula::apply(total[b](i), typename Formula::Row{}, columns[b][i / 2 % 2], element(i));
-        }
-      };
-      if (has_elements) {
-        apply([&](int i) {
-          return Formula::element(call, min(token0 + token_of(i), call.m - 1),
-                                  min(row0 + b * kMmaRows + row_of(i), width - 1));
-        });
-      } else {
-        apply([](int) { return typename Formula::Element{}; });
-      }
-    });
-    if constexpr (T::kGated && T::kRounded) {
+    auto const apply = [&](auto element) {
       CUTE_UNROLL
-      for (int i = 0; i < kSums; ++i) total[0](i) = silu(total[0](i)) * total[1](i);
-    } else if constexpr (T::kGated) {
-      if (group == 1) {
-        CUTE_UNROLL
-        for (int i = 0; i < kSums; ++i) own_sums[token_of(i) * T::kPitch + row_of(i) - kMmaRows] = total[0](i);
+      for (int i = 0; i < kSums; ++i) {
+        total(i) = Formula::apply(total(i), typename Formula::Row{}, columns[i / 2 % 2], element(i));
       }
-      NamedBarrier::sync(kConsumers, 2);
-      if (group == 0) {
-        CUTE_UNROLL
-        for (int i = 0; i < kSums; ++i) {
-          total[0](i) = silu(total[0](i)) * own_sums[token_of(i) * T::kPitch + row_of(i)];
+    };
+    if (has_elements) {
+      apply([&](int i) {
+        return Formula::element(call, min(token0 + token_of(i), call.m - 1), min(row0 + row_of(i), width - 1));
+      });
+    } else {
+      apply([](int) { return typename Formula::Element{}; });
+    }
+    if constexpr (T::kGated) {
+      for_each(make_seq<kTokens / T::kOutTokens>{}, [&](auto part) {
+        constexpr int kFirst = part * T::kOutTokens / 2, kLast = kFirst + T::kOutTokens / 2;
+        auto const given = [&](int i) -> float& {
+          return own_sums[(token_of(i) - part * T::kOutTokens) * T::kPitch + row_of(i) - group * kMmaRows];
+        };
+        if (group == 1) {
+          CUTE_UNROLL
+          for (int i = kFirst; i < kLast; ++i) given(i) = total(i);
         }
-      }
-      NamedBarrier::sync(kConsumers, 2);
+        NamedBarrier::sync(kConsumers, 2);
+        if (group == 0) {
+          CUTE_UNROLL
+          for (int i = kFirst; i < kLast; ++i) total(i) = silu(total(i)) * given(i);
+        }
+        NamedBarrier::sync(kConsumers, 2);
+      });
       if (group == 1) continue;
     }
-    for_each(make_seq<T::kGated ? 1 : T::kBlocks>{}, [&](auto b) {
-      Sum const& sum = total[b];
-      int const block0 = row0 + b * kMmaRows;
-      if (T::kWide && shape.store_by_tma) {
-        auto const storer = [&] { return warp % 4 == 0 && elect_one_sync(); };
-        uint32_t const box = cast_smem_ptr_to_uint(out + group * T::kOutTokens * 128);
-        // A lane's row of the first matrices.
-        uint32_t to = box + (lane / 16 * 8 + lane % 8) * 128 + ((warp % 4 * 2 + lane / 8 % 2) ^ lane % 8) * 16;
-        asm volatile("" : "+r"(to));  // or registers would hold those of all matrices, also while MMAs run
-        for_each(make_seq<kTokens / T::kOutTokens>{}, [&](auto half) {
-          constexpr int kFirst = half * T::kOutTokens;
-          if (storer()) wait_until_stores_read<0>();
-          NamedBarrier::sync(128, 3 + group);
-          auto const store_as = [&](auto fp16) {
-            CUTE_UNROLL
-            for (int j = 0; j < T::kOutTokens / 8; j += 2) {
-              auto const two = [&](int i) {
-                int const at = (kFirst / 8 + j) * 4 + i;
-                return rounded_pair<decltype(fp16)::value>(sum(at), sum(at + 1));
-              };
-              store_matrices_transposed(to + j * (8 * 128), two(0), two(2), two(4), two(6));
-            }
-          };
-          if (call.d_dtype == CUTEGEMM_FP16) {
-            store_as(std::true_type{});
-          } else {
-            store_as(std::false_type{});
-          }
-          cutlass::arch::fence_view_async_shared();
-          NamedBarrier::sync(128, 3 + group);
-          if (storer()) {
-            store_rows(map_d, box, block0 + group * T::kGroupStrips * kStrip, token0 + kFirst);
-            commit_stores();
-          }
-        });
-      } else {
-        with_float_pointer(call.d, call.d_dtype, [&](auto* d) {
+    if (T::kWide && shape.store_by_tma) {
+      auto const storer = [&] { return warp % 4 == 0 && elect_one_sync(); };
+      uint32_t const box = cast_smem_ptr_to_uint(out + group * T::kOutTokens * 128);
+      // A lane's row of the first matrices.
+      uint32_t to = box + (lane / 16 * 8 + lane % 8) * 128 + ((warp % 4 * 2 + lane / 8 % 2) ^ lane % 8) * 16;
+      asm volatile("" : "+r"(to));  // or registers would hold those of all matrices, also while MMAs run
+      for_each(make_seq<kTokens / T::kOutTokens>{}, [&](auto half) {
+        constexpr int kFirst = half * T::kOutTokens;
+        if (storer()) wait_until_stores_read<0>();
+        NamedBarrier::sync(128, 3 + group);
+        auto const store_as = [&](auto fp16) {
           CUTE_UNROLL
-          for (int i = 0; i < kSums; ++i) {
-            int const m = token0 + token_of(i), n = block0 + row_of(i);
-            if (m < call.m && n < end) store(d + m * call.d_stride[0] + n * call.d_stride[1], sum(i));
+          for (int j = 0; j < T::kOutTokens / 8; j += 2) {
+            auto const two = [&](int i) {
+              int const at = (kFirst / 8 + j) * 4 + i;
+              return rounded_pair<decltype(fp16)::value>(total(at), total(at + 1));
+            };
+            store_matrices_transposed(to + j * (8 * 128), two(0), two(2), two(4), two(6));
           }
-        });
-      }
-    });
+        };
+        if (call.d_dtype == CUTEGEMM_FP16) {
+          store_as(std::true_type{});
+        } else {
+          store_as(std::false_type{});
+        }
+        cutlass::arch::fence_view_async_shared();
+        NamedBarrier::sync(128, 3 + group);
+        if (storer()) {
+          store_rows(map_d, box, row0 + group * kMmaRows, token0 + kFirst);
+          commit_stores();
+        }
+      });
+    } else {
+      with_float_pointer(call.d, call.d_dtype, [&](auto* d) {
+        CUTE_UNROLL
+        for (int i = 0; i < kSums; ++i) {
+          int const m = token0 + token_of(i), n = row0 + row_of(i);
+          if (m < call.m && n < end) store(d + m * call.d_stride[0] + n * call.d_stride[1], total(i));
+        }
+      });
+    }
   }
   // Shared memory must outlive what reads it. That d is where it belongs the end of the launch sees to.
   if (T::kWide && warp % 4 == 0 && elect_one_sync()) wait_until_stores_read<0>();
@@ -850,11 +897,11 @@ __global__ void __launch_bounds__(w4::Tile<Variant>::kThreads, 1)
 
 template <class Variant>
 struct MixedInput {
-  using T = w4::Tile<Variant>;
+  using T = mixed::Tile<Variant>;
   using Element = typename Variant::Element;
-  static constexpr auto* kKernel = &w4_kernel<Variant>;
+  static constexpr auto* kKernel = &mixed_kernel<Variant>;
 
-  static int32_t prepare() { return load_kernel(kKernel, w4::kSharedBytes); }
+  static int32_t prepare() { return load_kernel(kKernel, mixed::kSharedBytes); }
 
   // What each CTA gives to another one, and a flag for it.
   static int64_t workspace(const cutegemm_call& call) {
@@ -863,32 +910,35 @@ struct MixedInput {
   }
 
   static int32_t launch(const cutegemm_call& call) {
-    using namespace w4;
+    using namespace mixed;
     auto const& groups = call.groups;
-    if (call.a_dtype != dtype_of<Element>() || call.b_dtype != CUTEGEMM_INT4) return kWrongTypes;
-    if (groups.dtype != CUTEGEMM_FP32 && groups.dtype != CUTEGEMM_BF16 && groups.dtype != CUTEGEMM_FP16) {
-      return kWrongTypes;
-    }
-    if (T::kRounded && groups.dtype != dtype_of<Element>()) return kWrongTypes;
-    if (call.m < 1 || call.n < 1 || call.k < 1) return kWrongSize;
-    bool const one_group = groups.size >= call.k;
-    if (bool(groups.minimum) != T::kMinimum || groups.size < 1 ||
-        (!one_group && (groups.size % T::kStep != 0 || (groups.size & groups.size - 1) != 0))) {
-      return kWrongOptions;
-    }
-    if (call.a_stride[1] != 1) return kWrongLayout;
+    auto const is_float = [](int dtype) {
+      return dtype == CUTEGEMM_FP32 || dtype == CUTEGEMM_BF16 || dtype == CUTEGEMM_FP16;
+    };
     auto const aligned = [](const void* data, int64_t bytes) {
       return reinterpret_cast<uintptr_t>(data) % 16 == 0 && bytes % 16 == 0;
     };
-    if (!aligned(call.a, call.a_stride[0] * 2) || !aligned(call.b, 0) || !aligned(groups.scales, 0) ||
-        !aligned(groups.zeros, 0)) {
-      return kMisaligned;
+    if (call.a_dtype != dtype_of<Element>() || call.b_dtype != kWeightType) return kWrongTypes;
+    if (call.m < 1 || call.n < 1 || call.k < 1) return kWrongSize;
+    if (call.a_stride[1] != 1) return kWrongLayout;
+    if (!aligned(call.a, call.a_stride[0] * 2)) return kMisaligned;
+    if constexpr (T::kInt4) {
+      if (!is_float(groups.dtype) || (T::kRounded && groups.dtype != dtype_of<Element>())) return kWrongTypes;
+      if (bool(groups.minimum) != T::kMinimum || groups.size < 1 ||
+          (groups.size < call.k && (groups.size % T::kStep != 0 || (groups.size & groups.size - 1) != 0))) {
+        return kWrongOptions;
+      }
+      if (!aligned(call.b, 0) || !aligned(groups.scales, 0) || !aligned(groups.zeros, 0)) return kMisaligned;
+    } else {
+      if (call.scale_b.group || (call.scale_b.data && !is_float(call.scale_b.dtype))) return kWrongTypes;
+      if (call.b_stride[0] != 1) return kWrongLayout;
+      if (!aligned(call.b, call.n > 1 ? call.b_stride[1] : 0)) return kMisaligned;
     }
     cutegemm_call own = call;
     int const split = own.options.split = std::max(1, call.options.split);
     int const rows = call.options.rows ? call.options.rows : T::kRows;
     if ((split & split - 1) || split > (T::kSplits ? 8 : 16)) return kWrongOptions;
-    if (rows < kStrip || rows > T::kRows || rows % kStrip != 0 || ((T::kGated || T::kRounded) && rows != T::kRows)) {
+    if (rows < kStrip || rows > T::kRows || rows % kStrip != 0 || ((T::kGated || T::kOneSum) && rows != T::kRows)) {
       return kWrongOptions;
     }
     if (bool(call.output.gated) != T::kGated || (T::kGated && (call.residual.data || call.n % (2 * kStrip) != 0))) {
@@ -898,16 +948,10 @@ struct MixedInput {
     if (int64_t(ceil_div(width, T::kGated ? T::kWidth : rows)) * ceil_div(call.m, T::kTokens) > INT32_MAX / 16) {
       return kWrongSize;
     }
-    w4::Shape shape = tiles(call);
+    mixed::Shape shape = tiles(call);
     int const all = shape.row_tiles * shape.token_tiles;
     if (shape.givers && (!call.workspace || !aligned(call.workspace, 0))) return kNoWorkspace;
     shape.box_tokens = std::min(T::kTokens, call.m);
-    int const scale_width = groups.dtype == CUTEGEMM_FP32 ? 4 : 2;
-    bool const several = !one_group && groups.size < T::kStageK;
-    shape.groups = several ? T::kStageK / groups.size : 1;
-    for (shape.group_shift = 31; several && 1 << shape.group_shift != groups.size;) --shape.group_shift;
-    shape.scale_bytes = shape.groups * kStrip * scale_width;
-    shape.bytes = shape.strips * (T::kStripBytes + (groups.zeros ? 2 : 1) * shape.scale_bytes);
     int const ctas = T::kSplits && split > 1 ? all * split
                      : shape.unshared        ? std::min(all, call.sm_count)
                                              : shape.givers;
@@ -921,22 +965,8 @@ struct MixedInput {
     int const bytes = call.d_dtype == CUTEGEMM_FP32 ? 4 : 2;
     shape.store_by_tma = T::kWide && bytes == 2 && rows == T::kRows && call.d_stride[1] == 1 &&
                          call.d_stride[0] >= width && aligned(call.d, call.d_stride[0] * 2) && width % 8 == 0;
-    int const strips = ceil_div(call.n, kMmaRows) * (kMmaRows / kStrip),
-              box_strips = T::kGated ? shape.strips / 2 : shape.strips;
-    int64_t const spans = ceil_div(int64_t(call.k), int64_t(kSpan));
-    int64_t const scales = ceil_div(int64_t(call.k), int64_t(groups.size)) * kStrip;
-    CUtensorMap map_codes, map_scales, map_zeros = {}, map_x, map_d = {};
-    auto const encode_scales = [&](CUtensorMap& map, const void* data) {
-      return encode<2>(map, scale_width == 4 ? CU_TENSOR_MAP_DATA_TYPE_UINT32 : CU_TENSOR_MAP_DATA_TYPE_UINT16, data,
-                       {cuuint64_t(scales), cuuint64_t(strips)}, {cuuint64_t(scales * scale_width)},
-                       {cuuint32_t(shape.groups * kStrip), cuuint32_t(box_strips)}, CU_TENSOR_MAP_SWIZZLE_NONE,
-                       CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
-    };
-    if (!encode<3>(map_codes, CU_TENSOR_MAP_DATA_TYPE_UINT64, call.b,
-                   {kSpanBytes / 8, cuuint64_t(spans), cuuint64_t(strips)},
-                   {kSpanBytes, cuuint64_t(spans * kSpanBytes)}, {kSpanBytes / 8, T::kSpans, cuuint32_t(box_strips)},
-                   CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B) ||
-        !encode_scales(map_scales, groups.scales) || (groups.zeros && !encode_scales(map_zeros, groups.zeros)) ||
+    CUtensorMap map_codes, map_scales = {}, map_zeros = {}, map_x, map_d = {};
+    if (!encode_weight(call, shape, map_codes, map_scales, map_zeros) ||
         !encode_rows(map_x, CU_TENSOR_MAP_DATA_TYPE_UINT16, 2, call.a, call.m, call.k, call.a_stride[0],
                      shape.box_tokens) ||
         (shape.store_by_tma && !encode_rows(map_d, CU_TENSOR_MAP_DATA_TYPE_UINT16, 2, call.d, call.m, width,
@@ -949,11 +979,46 @@ struct MixedInput {
   }
 
  private:
+  static constexpr int32_t kWeightType = T::kInt4 ? CUTEGEMM_INT4 : T::kNans ? CUTEGEMM_E4M3 : CUTEGEMM_INT8;
+
+  static bool encode_weight(const cutegemm_call& call, mixed::Shape& shape, CUtensorMap& codes, CUtensorMap& scales,
+                            CUtensorMap& zeros) {
+    using namespace mixed;
+    shape.groups = 1;
+    if constexpr (!T::kInt4) {
+      shape.bytes = T::kCodes;
+      return encode_rows(codes, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, call.b, call.n, call.k,
+                         call.n > 1 ? call.b_stride[1] : ceil_div(call.k, 16) * 16, T::kRows, kSpan);
+    }
+    auto const& groups = call.groups;
+    int const width = groups.dtype == CUTEGEMM_FP32 ? 4 : 2;
+    bool const several = groups.size < call.k && groups.size < T::kStageK;
+    if (several) shape.groups = T::kStageK / groups.size;
+    for (shape.group_shift = 31; several && 1 << shape.group_shift != groups.size;) --shape.group_shift;
+    shape.scale_bytes = shape.groups * kStrip * width;
+    shape.bytes = shape.strips * (T::kStripBytes + (groups.zeros ? 2 : 1) * shape.scale_bytes);
+    int const strips = ceil_div(call.n, kMmaRows) * (kMmaRows / kStrip),
+              box_strips = T::kGated ? shape.strips / 2 : shape.strips;
+    int64_t const spans = ceil_div(int64_t(call.k), int64_t(kSpan));
+    int64_t const columns = ceil_div(int64_t(call.k), int64_t(groups.size)) * kStrip;
+    auto const encode_scales = [&](CUtensorMap& map, const void* data) {
+      return encode<2>(map, width == 4 ? CU_TENSOR_MAP_DATA_TYPE_UINT32 : CU_TENSOR_MAP_DATA_TYPE_UINT16, data,
+                       {cuuint64_t(columns), cuuint64_t(strips)}, {cuuint64_t(columns * width)},
+                       {cuuint32_t(shape.groups * kStrip), cuuint32_t(box_strips)}, CU_TENSOR_MAP_SWIZZLE_NONE,
+                       CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
+    };
+    return encode<3>(codes, CU_TENSOR_MAP_DATA_TYPE_UINT64, call.b,
+                     {kSpanBytes / 8, cuuint64_t(spans), cuuint64_t(strips)},
+                     {kSpanBytes, cuuint64_t(spans * kSpanBytes)}, {kSpanBytes / 8, T::kSpans, cuuint32_t(box_strips)},
+                     CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B) &&
+           encode_scales(scales, groups.scales) && (!groups.zeros || encode_scales(zeros, groups.zeros));
+  }
+
   // How d and k are cut.
-  static w4::Shape tiles(const cutegemm_call& call) {
-    w4::Shape shape = {};
+  static mixed::Shape tiles(const cutegemm_call& call) {
+    mixed::Shape shape = {};
     int const rows = call.options.rows ? call.options.rows : T::kRows, split = std::max(1, call.options.split);
-    shape.strips = rows / w4::kStrip;
+    shape.strips = rows / mixed::kStrip;
     shape.row_tiles = T::kGated ? ceil_div(call.n / 2, T::kWidth) : ceil_div(call.n, rows);
     shape.token_tiles = ceil_div(call.m, T::kTokens);
     int const band = call.options.swizzle ? call.options.swizzle : std::max(1, 768 / T::kTokens);
