@@ -300,12 +300,15 @@ def test_a_kernel_of_a_weight_has_the_members_of_its_declaration(name: str) -> N
     assert isinstance(tile, (MixedInput, Sm80))
     step = int(re.sub(r"\D", "", gemm.scales) or 128)
     types = emit.CUDA_TYPES if isinstance(tile, Sm80) else emit.CPP_TYPES
-    assert f"  using Element = {types[gemm.a]};\n  using Formula = ::Formula;\n" in text
+    tag = {"int4": "Int4", "e4m3": "E4m3", "int8": "Int8"}[gemm.b]
+    assert (
+        f"  using Element = {types[gemm.a]};\n  using Weight = cutegemm::{tag};\n  using Formula = ::Formula;\n" in text
+    )
     assert f"  static constexpr int kRows = {tile.rows}, kTokens = {tile.tokens}, kStep = {step};\n" in text
-    assert f"kMinimum = {str('minimum' in gemm.scales).lower()};" in text
-    if isinstance(tile, Sm80):
-        tags = {"int4": "Int4", "e4m3": "E4m3", "int8": "Int8"}
-        assert f"  using Weight = cutegemm::{tags[gemm.b]};\n" in text
+    forms = {"Minimum": "minimum" in gemm.scales}
+    if isinstance(tile, MixedInput):
+        forms |= {"Gated": tile.gated, "Rounded": tile.rounded}
+    assert ", ".join(f"k{form} = {str(of).lower()}" for form, of in forms.items()) + ";" in text
     assert f"cutegemm::{type(tile).__name__}<{name}>" in text
 
 
