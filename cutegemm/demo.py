@@ -1,4 +1,4 @@
-"""SmolLM2-135M in float32, BF16 and FP8: what it answers, how fast, and how far from float32 it is."""
+"""SmolLM2-135M in float32, BF16, FP8 and its own four bits: what it answers, how fast, how far from float32."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from .llama import Llama, Tokenizer, fetch_smollm2, generate, load_gguf
 from .nn import Linear, quantize_
 
-PRECISIONS = ("fp32", "bf16", "fp8")
+PRECISIONS = ("fp32", "bf16", "fp8", "w4")
 PROMPT = "What is the capital of France, and what is it known for?"
 
 
@@ -62,7 +62,7 @@ class DemoResult:
         )
         if self.device == "cpu":
             console.print(
-                "On a CPU, BF16 and FP8 run the kernels' float32 references, which convert every weight at "
+                "On a CPU, all but float32 run the kernels' float32 references, which convert every weight at "
                 "each call: their speed here says nothing about the kernels.",
                 highlight=False,
             )
@@ -75,16 +75,19 @@ def compare(reference_logits: Tensor, logits: Tensor) -> tuple[float, float]:
     return top1.item(), (p.exp() * (p - q)).sum(-1).mean().item()
 
 
-def at(precision: str, model: Llama) -> Llama:
-    """A copy of a float32 model at one of `PRECISIONS`."""
+def at(precision: str, model: Llama, path: Path) -> Llama:
+    """The float32 model of a file at one of `PRECISIONS`: a copy, or for "w4" what the file has, as it is."""
     if precision == "fp32":
         return model
     if precision not in PRECISIONS:
         raise ValueError(f"demo: precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}")
-    model = copy.deepcopy(model).to(torch.bfloat16)
+    if precision == "w4":
+        model = load_gguf(path, torch.bfloat16, model.embedding.weight.device, keep_four_bits=True)
+    else:
+        model = copy.deepcopy(model).to(torch.bfloat16)
     # BF16 steps are 1/8 and 1/4 where the largest logits are; that would double the distance to float32.
     model.set_submodule("head", Linear.from_linear(model.head, out_dtype=torch.float32))
-    quantize_(model, precision)
+    quantize_(model, "bf16" if precision == "w4" else precision)
     return model
 
 
@@ -121,7 +124,7 @@ def demo(
     runs = []
     for precision in precisions:
         progress.print(f"Running {precision}")
-        low = at(precision, full)
+        low = at(precision, full, path)
         logits = low(sample)[0]
         answer, times = [], []
         for token in generate(low, question, tokens, tokenizer.end):

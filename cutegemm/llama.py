@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .kv_cache import gather_cache, qk_norm_rope_and_cache_
-from .nn import Quantized, RMSNorm, silu_and_mul
+from .nn import Quantized, RMSNorm, W4Linear, silu_and_mul
+from .packing import W4Weight, from_gguf
 from .rope import build_cos_sin_cache, rotary_embedding_
 
 # The model's weights (Apache-2.0) come in a Python package whose code we neither run nor need.
@@ -242,8 +243,20 @@ def _field(path: Path, key: str, default: Any = None) -> Any:
     return field.contents()
 
 
-def load_gguf(path: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Llama:
-    """The Llama in a GGUF file, dequantized to `dtype`."""
+def load_gguf(
+    path: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    *,
+    keep_four_bits: bool = False,
+) -> Llama:
+    """The Llama in a GGUF file, dequantized to `dtype`.
+
+    keep_four_bits: linear layers whose tensors are Q4_0 or Q4_1 in the file become `W4Linear`s of the same codes,
+    scales and minima. Their activations have 16 bits: dtype must be torch.bfloat16 or torch.float16.
+    """
+    if keep_four_bits and dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"load_gguf: dtype is {dtype}; with keep_four_bits it must be torch.bfloat16 or torch.float16")
     path = Path(path)
     architecture = _field(path, "general.architecture")
     if architecture != "llama":
@@ -269,14 +282,26 @@ def load_gguf(path: str | Path, dtype: torch.dtype = torch.float32, device: str 
     )
     stored = {tensor.name.removesuffix(".weight"): tensor for tensor in _open(path).tensors}
 
-    def take(*names: str) -> Tensor:
+    def take(*names: str) -> list[Any]:
         if missing := [name for name in names if name not in stored]:
             raise ValueError(f"load_gguf: {path} has no tensor {missing[0]}.weight")
-        parts = [stored.pop(name) for name in names]
+        return [stored.pop(name) for name in names]
+
+    def values(parts: list[Any]) -> Tensor:
         rows = [torch.tensor(dequantize(part.data, part.tensor_type)) for part in parts]
         return torch.cat(rows).to(device, dtype)
 
-    state = {"embedding.weight": take("token_embd"), "norm.weight": take("output_norm")}
+    def four_bits(parts: list[Any]) -> W4Weight | None:
+        """Of parts that all have the same type of four bits."""
+        kinds = {part.tensor_type.name for part in parts}
+        if not keep_four_bits or kinds not in ({"Q4_0"}, {"Q4_1"}):
+            return None
+        rows = torch.cat([torch.tensor(part.data) for part in parts])
+        return from_gguf(rows, kinds.pop(), (len(rows), parts[0].shape[0])).to(device)
+
+    with torch.device("meta"):
+        model = Llama(config)
+    state = {"embedding.weight": values(take("token_embd")), "norm.weight": values(take("output_norm"))}
     for i in range(config.layers):
         # GGUF orders the rows of q and k so that the pairs that RoPE rotates are neighbours.
         for name, parts in {
@@ -287,14 +312,18 @@ def load_gguf(path: str | Path, dtype: torch.dtype = torch.float32, device: str 
             "ff.gate_up": ["ffn_gate", "ffn_up"],
             "ff.down": ["ffn_down"],
         }.items():
-            state[f"layers.{i}.{name}.weight"] = take(*(f"blk.{i}.{part}" for part in parts))
+            name, tensors = f"layers.{i}.{name}", take(*(f"blk.{i}.{part}" for part in parts))
+            if weight := four_bits(tensors):
+                linear = W4Linear(weight)
+                model.set_submodule(name, linear)
+                state |= {f"{name}.{key}": value for key, value in linear.state_dict().items()}
+            else:
+                state[f"{name}.weight"] = values(tensors)
     tied = "output" not in stored
-    state["head.weight"] = state["embedding.weight"] if tied else take("output")
+    state["head.weight"] = state["embedding.weight"] if tied else values(take("output"))
     if stored:
         names = ", ".join(sorted(stored))
         raise ValueError(f"load_gguf: {path} holds tensors that this Llama does not use: {names}")
-    with torch.device("meta"):
-        model = Llama(config)
     model.load_state_dict(state, assign=True)
     if tied:
         model.head.weight = model.embedding.weight

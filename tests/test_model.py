@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import cutegemm
-from cutegemm import demo, llama
+from cutegemm import W4Weight, demo, llama, unpack_w4
 from cutegemm.__main__ import main
 from cutegemm.llama import Config, Llama, Tokenizer, fetch_smollm2, generate, load_gguf
 from cutegemm.nn import Fp8Linear, Linear, Quantized, RMSNorm, W4Linear, quantize_, silu_and_mul
@@ -121,8 +121,13 @@ def test_config(model: Llama):
     assert sum(parameter.numel() for parameter in model.parameters()) == 134_515_008
 
 
-def write_gguf(path: Path, architecture: str = "llama", change: Callable[[dict[str, Tensor]], None] | None = None):
-    """A Llama of one layer with random weights."""
+def write_gguf(
+    path: Path,
+    architecture: str = "llama",
+    change: Callable[[dict[str, Tensor]], None] | None = None,
+    types: dict[str, str] = {},  # noqa: B006
+) -> Path:
+    """A Llama of one layer with random weights, of those types of GGUF or else float32."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_embedding_length(64)
     writer.add_block_count(1)
@@ -153,12 +158,74 @@ def write_gguf(path: Path, architecture: str = "llama", change: Callable[[dict[s
     if change:
         change(tensors)
     for name, tensor in tensors.items():
-        writer.add_tensor(name, tensor.numpy())
+        kind = gguf.GGMLQuantizationType[types.get(name.removesuffix(".weight"), "F32")]
+        writer.add_tensor(name, gguf.quants.quantize(tensor.numpy(), kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def codes_scales_minima(linear: W4Linear) -> tuple[Tensor, Tensor, Tensor]:
+    tensors = {name: getattr(linear, name) for name in ("packed", "scales", "zeros", "permutation")}
+    shape = {"n": linear.out_features, "k": linear.in_features}
+    weight = W4Weight(**tensors, **shape, group_size=linear.group_size, minimum=linear.minimum)
+    return unpack_w4(weight)
+
+
+def test_four_bits_are_those_in_the_file(path: Path, model: Llama):
+    tensors = {tensor.name: tensor.data for tensor in llama._open(path).tensors}
+    four = load_gguf(path, torch.bfloat16, keep_four_bits=True)
+    linears = [module for module in four.modules() if isinstance(module, W4Linear)]
+    assert len(linears) == 4 * 30
+    gates = 1536
+    for layer in (0, 17, 29):
+        block = bytes(tensors[f"blk.{layer}.ffn_up.weight"][77, 40:60])  # the third block of row 77
+        codes, scales, minima = codes_scales_minima(four.layers[layer].ff.gate_up)
+        assert (scales[gates + 77, 2].item(), minima[gates + 77, 2].item()) == struct.unpack("<2e", block[:4])
+        assert codes[gates + 77, 64:96].tolist() == [byte & 15 for byte in block[4:]] + [
+            byte >> 4 for byte in block[4:]
+        ]
+    for name, linear in four.named_modules():
+        if isinstance(linear, W4Linear):
+            codes, scales, minima = codes_scales_minima(linear)
+            groups = codes.float().unflatten(1, (-1, 32))
+            assert torch.equal(
+                (groups * scales.float()[..., None] + minima.float()[..., None]).flatten(1),
+                model.get_submodule(name).weight,
+            )
+    assert torch.equal(four.embedding.weight, model.embedding.weight.bfloat16())
+
+
+def test_files_of_several_types(tmp_path: Path):
+    """What has four bits keeps them, where all that is one linear layer here has the same type."""
+    types = {
+        "token_embd": "Q8_0",
+        "blk.0.attn_q": "Q4_1",
+        "blk.0.attn_k": "Q4_1",
+        "blk.0.attn_v": "Q8_0",
+        "blk.0.attn_output": "Q4_0",
+        "blk.0.ffn_gate": "Q4_1",
+        "blk.0.ffn_up": "Q4_1",
+        "blk.0.ffn_down": "Q4_1",
+    }
+    path = write_gguf(tmp_path / "mixed.gguf", types=types)
+    full, four = load_gguf(path), load_gguf(path, torch.bfloat16, keep_four_bits=True)
+    kinds = {name: type(module) for name, module in four.named_modules() if isinstance(module, nn.Linear | W4Linear)}
+    assert kinds == {
+        "layers.0.attention.qkv": nn.Linear,
+        "layers.0.attention.out": W4Linear,
+        "layers.0.ff.gate_up": W4Linear,
+        "layers.0.ff.down": W4Linear,
+        "head": nn.Linear,
+    }
+    assert not four.layers[0].attention.out.minimum and four.layers[0].ff.down.minimum
+    tokens = torch.arange(30)[None]
+    reference, logits = full(tokens), four(tokens)
+    assert (logits - reference).norm() <= 0.01 * reference.norm()
+    with pytest.raises(ValueError, match=r"dtype is torch\.float32; with keep_four_bits it must be torch\.bfloat16"):
+        load_gguf(path, keep_four_bits=True)
 
 
 @pytest.fixture
@@ -523,8 +590,11 @@ def reference(model: Llama, sample: Tensor) -> Tensor:
         return model(sample)
 
 
-@pytest.mark.parametrize("precision, least_top1, most_kl", [("bf16", 0.97, 1e-3), ("fp8", 0.88, 0.05)])
+@pytest.mark.parametrize(
+    "precision, least_top1, most_kl", [("bf16", 0.97, 1e-3), ("w4", 0.97, 1e-3), ("fp8", 0.88, 0.05)]
+)
 def test_closeness(
+    path: Path,
     model: Llama,
     sample: Tensor,
     reference: Tensor,
@@ -534,38 +604,38 @@ def test_closeness(
     device: str,
 ):
     assert sample.shape[1] >= 400
-    low = demo.at(precision, model).to(device)
+    low = demo.at(precision, model, path).to(device)
     top1, kl = demo.compare(reference, low(sample.to(device)).cpu())
     assert top1 >= least_top1
     assert kl <= most_kl
 
 
 @pytest.mark.gpu
-def test_bf16_on_cuda_is_bf16_on_cpu(model: Llama, sample: Tensor):
-    low = demo.at("bf16", model)
+def test_bf16_on_cuda_is_bf16_on_cpu(path: Path, model: Llama, sample: Tensor):
+    low = demo.at("bf16", model, path)
     on_cpu = low(sample)
     _, kl = demo.compare(on_cpu, low.cuda()(sample.cuda()).cpu())
     assert kl <= 1e-3
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_each_linear_on_cuda_is_that_on_cpu(model: Llama, sample: Tensor, precision: str):
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "w4"])
+def test_each_linear_on_cuda_is_that_on_cpu(path: Path, model: Llama, sample: Tensor, precision: str):
     """On the input that it has on the CPU. Only so can FP8 be compared closely: a difference in the last bit
     of float32 turns some FP8 codes over, these turn over more in the next layer, and after a few layers two
     runs of the model round independently (KL 0.011 between them).
     """
-    low = demo.at(precision, model)
+    low = demo.at(precision, model, path)
     calls: list[tuple[nn.Module, Tensor | Quantized, Tensor]] = []
     for module in low.modules():
-        if isinstance(module, Linear | Fp8Linear):
+        if isinstance(module, Linear | Fp8Linear | W4Linear):
             # A copy, since queries and keys are rotated where they are.
             module.register_forward_hook(lambda module, args, output: calls.append((module, args[0], output.clone())))
     low(sample[:, :100])
     assert len(calls) == 4 * 30 + 1
     # Some outputs are nearly all in one channel. A step of BF16 there, up to 2**-7, is one of the whole; fast
     # accumulation moves such a sum by two.
-    limit = {"bf16": 2**-7, "fp8": 2**-6}[precision]
+    limit = {"bf16": 2**-7, "w4": 2**-7, "fp8": 2**-6}[precision]
     for module, x, expected in list(calls):  # the hooks are still there
         moved = x.cuda() if isinstance(x, Tensor) else Quantized(x.codes.cuda(), x.scale.cuda(), x.dtype)
         difference = module.cuda()(moved).cpu().float() - expected.float()
