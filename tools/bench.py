@@ -224,7 +224,7 @@ W8A16 = Family(
     peers={"torch_mm": TORCH_BF16},
     weight=weights.W8(torch.float8_e4m3fn),
     kn=WEIGHT8_KN,
-    m=M[:5],
+    m=M,
 )
 
 FAMILIES: dict[str, Family] = {
