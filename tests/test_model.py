@@ -198,7 +198,7 @@ def test_four_bits_are_those_in_the_file(path: Path, model: Llama):
     assert torch.equal(four.embedding.weight, model.embedding.weight.bfloat16())
 
 
-def test_files_of_several_types(tmp_path: Path):
+def test_files_of_several_types(tmp_path: Path, device: str):
     """What has four bits keeps them, where all that is one linear layer here has the same type."""
     types = {
         "token_embd": "Q8_0",
@@ -211,7 +211,7 @@ def test_files_of_several_types(tmp_path: Path):
         "blk.0.ffn_down": "Q4_1",
     }
     path = write_gguf(tmp_path / "mixed.gguf", types=types)
-    full, four = load_gguf(path), load_gguf(path, torch.bfloat16, keep_four_bits=True)
+    full, four = load_gguf(path), load_gguf(path, torch.bfloat16, device, keep_four_bits=True)
     kinds = {name: type(module) for name, module in four.named_modules() if isinstance(module, nn.Linear | W4Linear)}
     assert kinds == {
         "layers.0.attention.qkv": nn.Linear,
@@ -222,7 +222,7 @@ def test_files_of_several_types(tmp_path: Path):
     }
     assert not four.layers[0].attention.out.minimum and four.layers[0].ff.down.minimum
     tokens = torch.arange(30)[None]
-    reference, logits = full(tokens), four(tokens)
+    reference, logits = full(tokens), four(tokens.to(device)).cpu()
     assert (logits - reference).norm() <= 0.01 * reference.norm()
     with pytest.raises(ValueError, match=r"dtype is torch\.float32; with keep_four_bits it must be torch\.bfloat16"):
         load_gguf(path, keep_four_bits=True)
