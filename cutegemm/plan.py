@@ -298,13 +298,8 @@ def cost(problem: Problem, choice: Choice, m: int) -> float:
         memory = (n * k * BYTES[problem.b] + m * k * 2 + m * n * BYTES[problem.d]) / 4.0e6
         memory += n * ceil(k / STEPS.get(problem.scales, 128)) * 2 / 4.0e6
         if isinstance(tile, MixedInput):  # all of a tile's MMAs are done, also where it has fewer rows
-            efficiency = {
-                32: 0.54 if tile.rows == 64 else 0.68,
-                64: 0.83,
-                128: 0.87 if tile.rounded else 0.85,
-                256: 0.99,
-            }
-            of_tile = 2 * tile.rows * max(tile.tokens, 48) * k / (5.9e6 * efficiency[tile.tokens])
+            efficiency = {32: 0.64 if tile.rows == 64 else 0.72, 64: 0.71, 128: 0.85, 256: 0.99}[tile.tokens]
+            of_tile = 2 * tile.rows * max(tile.tokens, 48) * k / (5.9e6 * efficiency)
             if tile.in_clusters:
                 work = ceil(tiles / CLUSTERS[split]) * of_tile / split
                 return 3.5 + (2.4 if split > 1 else 0.0) + max(memory, work)
