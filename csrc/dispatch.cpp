@@ -519,7 +519,7 @@ std::vector<Tensor> replaced_operands(const Problem& p, cutegemm_call& call) {
     if (p.product == kW4a16Mm) {
       call.b = zeros({tiles, 1, 32, 4}, ScalarType::Int);
       call.groups.scales = zeros({tiles, 1, 16}, ScalarType::Float), call.groups.dtype = CUTEGEMM_FP32;
-      if (call.groups.zeros) call.groups.zeros = call.groups.scales;
+      if (p.packed.zeros) call.groups.zeros = call.groups.scales;  // also of an empty one, which has no address
     } else {
       call.b = zeros({n, 16}, ScalarType::Byte), call.b_stride[1] = 16;
       if (call.scale_b.group) call.scale_b = {zeros({1}, ScalarType::Float), CUTEGEMM_FP32, call.scale_b.group, 0, 0};

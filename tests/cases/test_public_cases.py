@@ -73,7 +73,8 @@ OF_WEIGHTS = [
 
 def with_weight(choice: str, n: int, k: int) -> tuple[Callable[..., Tensor], Tensor]:
     """The product of a kernel named for a weight with one of its kind, always the same; and that one in float64."""
-    gemm = KERNELS[choice.partition(":")[0]].gemm
+    name = choice.partition(":")[0]
+    gemm, rounded = KERNELS[name].gemm, getattr(KERNELS[name].tile, "rounded", False)
     generator = torch.Generator("cuda").manual_seed(0)
 
     def integers(low: int, high: int, *shape: int) -> Tensor:
@@ -88,7 +89,9 @@ def with_weight(choice: str, n: int, k: int) -> tuple[Callable[..., Tensor], Ten
     size = 32 if "32" in gemm.scales else 64 if "64" in gemm.scales else 128
     q, scales = integers(0, 15, n, k), integers(-2, 2, n, -(-k // size)).float().exp2()
     minima = integers(-8, 8, *scales.shape).float() if gemm.minimum else None
-    packed = pack_w4(q, scales, minima, size, minimum=gemm.minimum)
+    # All values are exact in 16 bits.
+    stored = scales.to(half_of(name) if rounded else FP32)
+    packed = pack_w4(q, stored, None if minima is None else minima.to(stored.dtype), size, minimum=gemm.minimum)
     group = torch.arange(k, device="cuda") // size
     s, z = scales.double()[:, group], 0.0 if minima is None else minima.double()[:, group]
     return lambda x, **rest: w4a16_mm(x, packed, kernel=choice, **rest), (q - (0 if gemm.minimum else 8)) * s + z
@@ -402,8 +405,8 @@ def values(q: Tensor, scales: Tensor, zeros: Tensor, group_size: int) -> Tensor:
 def test_case_014_more_groups_than_columns_in_a_group(where: str, name: str | None) -> None:
     n, k = 256, 28672
     q, scales, zeros = codes(n, k, k // 128, where)
-    w = pack_w4(q, scales, zeros, 128)
     dtype = FP16 if name and KERNELS[name].gemm.a == "fp16" else BF16
+    w = pack_w4(q, scales.to(dtype), zeros, 128)
     want = values(q, scales, zeros, 128).t()
     x = torch.zeros(k // 128, k, dtype=dtype, device=where)
     at = torch.arange(k // 128, device=where)
