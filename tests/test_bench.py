@@ -803,6 +803,8 @@ def test_explain_shows_what_was_tuned_for_a_weight_of_few_bits(tuning, monkeypat
         ({1: 1.0, 16: 16.0, 64: 16.0}, {2: 8.0, 32: 8.0}, [8.0]),  # only where both have points around it
         ({1: 4.0, 4: 16.0, 16: 4.0, 64: 16.0}, {1: 8.0, 64: 8.0}, [2.0, 8.0, 32.0]),
         ({1: 1.0, 10: 5.0, 100: 9.0}, {1: 2.0, 10: 5.0, 100: 7.0}, [10.0]),  # at a point
+        ({1: 1.0, 10: 5.0, 100: 7.0}, {1: 2.0, 10: 5.05, 100: 6.95}, []),  # in the end as fast as the other
+        ({1: 1.0, 4: 4.0, 16: 4.04, 64: 3.96, 99: 9.0}, {1: 2.0, 4: 4.0, 16: 4.0, 64: 4.0, 99: 4.0}, [4.0]),
         ({1: 1.0, 10: 1.0}, {1: 1.0, 10: 1.0}, []),
         ({1: 1.0, 10: 1.0}, {1: 2.0, 10: 2.0}, []),
         ({1: 1.0, 10: 1.0}, {20: 2.0, 40: 0.5}, []),
@@ -851,6 +853,9 @@ def test_figure_of_results_made_by_hand(tmp_path, monkeypatch, capsys):
     meet = [figure.floors_meet(each, 28672, 4096) for each in figure.OTHERS]
     assert f"| 4096 × 28672 | BF16 | {bf16:.0f} | {meet[0]} |\n| 4096 × 28672 | FP8 | {fp8:.0f} | {meet[1]} |" in text
     assert "14336" not in text and "of commit abc" in text
+    floors = [bench.microseconds(figure.FORMATS["FP8"].floor(m, 28672, 4096)) for m in (1, 256)]
+    assert "| 4096 × 28672, µs (floor) | M = 1 | M = 256 |\n| --- | --: | --: |\n| W4A16 | 10.0 (" in text
+    assert f"| FP8 | 20.0 ({floors[0]}) | 40.0 ({floors[1]}) |\n\n| k × n |" in text
     # Of other results the table is printed.
     save_curves(tmp_path / "new")
     assert figure.main([str(tmp_path / "new")]) == 0

@@ -714,6 +714,11 @@ def summary(family: Family, rows: Sequence[Row]) -> list[str]:
     return lines + [judge(bar, rows)[1] for bar in BARS if bar.family == family.name]
 
 
+def microseconds(us: float) -> str:
+    """As a cell of a table has them."""
+    return f"{us:.1f}" if us < 100 else f"{us:.0f}"
+
+
 def markdown(family: Family, meta: dict[str, Any], rows: Sequence[Row]) -> str:
     """README.md's table: times by shape and M, with the ratio to the first peer, then the means."""
     table = by_m(family, rows)
@@ -724,7 +729,7 @@ def markdown(family: Family, meta: dict[str, Any], rows: Sequence[Row]) -> str:
     def cell(row: Row | None) -> str:
         if row is None:
             return "-"
-        us = f"{row['us']:.1f}" if row["us"] < 100 else f"{row['us']:.0f}"
+        us = microseconds(row["us"])
         return us + (f" ({row['peers'][first] / row['us']:.2f})" if first in row["peers"] else "")
 
     lines = [["k × n", *(f"M = {m}" for m in table)], ["---", *("--:" for _ in table)]]

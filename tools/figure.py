@@ -27,6 +27,7 @@ MARKS = "<!-- crossovers:begin -->", "<!-- crossovers:end -->"
 PICTURE = "w4a16.png"
 KN = ((4096, 28672), (14336, 4096))  # Llama-3-8B's gate_up and down
 MOST = 8192  # tokens
+ALIKE = 0.02  # about what two measurements of one kernel differ by
 
 Curve = dict[int, float]  # us a call by m
 
@@ -84,13 +85,23 @@ def us_at(curve: Curve, m: float) -> float:
 
 
 def crossovers(one: Curve, other: Curve) -> list[float]:
-    """Each m where one stops being the faster of both or starts to be, interpolated as us_at does."""
+    """Each m where one stops being the faster of both or starts to be, interpolated as us_at does.
+
+    Of two that are within ALIKE of each other neither is the faster.
+    """
     if not one or not other:
         return []
     first, last = max(min(one), min(other)), min(max(one), max(other))
     ms = [m for m in sorted({*one, *other}) if first <= m <= last]
     behind = [(log(m), log(us_at(one, m) / us_at(other, m))) for m in ms]
-    return [exp(_between(0, a, x0, b, x1)) for (x0, a), (x1, b) in pairwise(behind) if (a < 0) != (b < 0)]
+    apart = [i for i, (_, ratio) in enumerate(behind) if abs(ratio) > log(1 + ALIKE)]
+    found = []
+    for i, j in pairwise(apart):
+        changes = [(left, right) for left, right in pairwise(behind[i : j + 1]) if (left[1] < 0) != (right[1] < 0)]
+        if (behind[i][1] < 0) != (behind[j][1] < 0):
+            (x0, a), (x1, b) = changes[0]
+            found.append(exp(_between(0, a, x0, b, x1)))
+    return found
 
 
 def floors_meet(other: str, n: int, k: int) -> int | None:
@@ -113,6 +124,22 @@ def curves(found: Mapping[str, Any], k: int, n: int) -> dict[str, Curve]:
     return {name: curve for name, curve in made.items() if curve}
 
 
+def times(found: Mapping[str, Any], k: int, n: int) -> list[str]:
+    """Lines of a table: by format µs a call, and its floor, at each m that all of them have."""
+    of = curves(found, k, n)
+    if "W4A16" not in of:
+        return []
+    ms = sorted(set.intersection(*(set(curve) for curve in of.values())))
+    lines = [
+        f"| {k} × {n}, µs (floor) | {' | '.join(f'M = {m}' for m in ms)} |",
+        f"| --- |{' --: |' * len(ms)}",
+    ]
+    for name, curve in of.items():
+        cells = (f"{bench.microseconds(curve[m])} ({bench.microseconds(FORMATS[name].floor(m, n, k))})" for m in ms)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
 def table(found: Mapping[str, Any]) -> str:
     """README.md's text."""
     lines = []
@@ -132,12 +159,14 @@ def table(found: Mapping[str, Any]) -> str:
         [
             f"![Time of a product by its number of tokens](benchmarks/h200/{PICTURE})",
             "",
+            *(line for k, n in KN for line in times(found, k, n)),
             "| k × n | W4A16 and | cross at M = | floors meet at M = |",
             "| --- | --- | --: | --: |",
             *lines,
             "",
-            "Lines are straight between measured points, and dashed lines are floors: reading the bytes in one launch, "
-            f"or the FLOPs at the best rate seen. From {' and, of another run, '.join(sources)}.",
+            f"Two that are within {ALIKE:.0%} of each other do not cross. Lines are straight between measured points, "
+            "and floors, which are dashed, are those of reading the bytes in one launch, or of the FLOPs at the best "
+            f"rate seen. From {' and, of another run, '.join(sources)}.",
         ]
     )
 
