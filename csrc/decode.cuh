@@ -166,17 +166,6 @@ CUTE_DEVICE void prefetch_box(const CUtensorMap& map, int byte, int row, int spa
                "r"(span)
                : "memory");
 }
-CUTE_DEVICE uint64_t read_once() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-CUTE_DEVICE uint64_t read_often() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
 }  // namespace decode
 
 // kBlocks: each 128 k have scales of their own.

@@ -35,6 +35,7 @@
 #include "cluster.cuh"
 #include "fp8_scale.cuh"
 #include "kernel_file.cuh"
+#include "results.cuh"
 #include "scale_rows.cuh"
 #include "tma.cuh"
 #include "vector.cuh"
@@ -108,17 +109,6 @@ struct Shape {
   bool scale_a_by_tma, store_by_tma, codes_wide;  // codes_wide: rows of codes are whole 16 bytes
 };
 
-template <bool kFp16>
-CUTE_DEVICE uint32_t rounded_pair(float a, float b) {
-  if constexpr (kFp16) {
-    __half2 const two = __floats2half2_rn(a, b);
-    return reinterpret_cast<uint32_t const&>(two);
-  } else {
-    __nv_bfloat162 const two = __floats2bfloat162_rn(a, b);
-    return reinterpret_cast<uint32_t const&>(two);
-  }
-}
-
 // The tiles of a CTA, one after the other.
 template <class T>
 struct Tiles {
@@ -139,12 +129,6 @@ struct Tiles {
 
 CUTE_DEVICE void store_pair(uint32_t to, float a, float b) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(a), "f"(b) : "memory");
-}
-
-CUTE_DEVICE float silu(float x) {
-  float inverse;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.f + __expf(-x)));
-  return x * inverse;
 }
 
 // Codes of a block of rows wait in shared memory as words of a thread's two columns in one eight and in the next, as

@@ -40,6 +40,7 @@
 #include "cluster.cuh"
 #include "cutlass_dtype.cuh"
 #include "kernel_file.cuh"
+#include "results.cuh"
 #include "tma.cuh"
 #include "vector.cuh"
 #include "weight_values.cuh"
@@ -123,7 +124,9 @@ struct Shape {
   int32_t scale_bytes;  // of a strip's scales in a stage
   int32_t bytes;        // of a stage
   bool store_by_tma;
-  uint64_t ticket;  // what a flag in the workspace becomes when sums are there: no other launch has the same
+  // What a flag in the workspace becomes when sums are there: no other launch has the same, so that flags need not be
+  // written before. (compute-sanitizer's initcheck sees them read.)
+  uint64_t ticket;
 };
 
 template <bool kBf16>
@@ -135,29 +138,6 @@ CUTE_DEVICE uint32_t multiply_pair(uint32_t a, uint32_t b) {
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   }
   return d;
-}
-
-template <bool kFp16>
-CUTE_DEVICE uint32_t rounded_pair(float a, float b) {
-  if constexpr (kFp16) {
-    __half2 const two = __floats2half2_rn(a, b);
-    return reinterpret_cast<uint32_t const&>(two);
-  } else {
-    __nv_bfloat162 const two = __floats2bfloat162_rn(a, b);
-    return reinterpret_cast<uint32_t const&>(two);
-  }
-}
-
-CUTE_DEVICE void store_matrices_transposed(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b),
-               "r"(c), "r"(d)
-               : "memory");
-}
-
-CUTE_DEVICE float silu(float x) {
-  float inverse;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.f + __expf(-x)));
-  return x * inverse;
 }
 
 // What a CTA makes, one after the other: the beginning of a shared tile, tiles of its own, and the end of a shared one.
@@ -252,17 +232,6 @@ CUTE_DEVICE uint64_t load_acquire(uint64_t const* from) {
   uint64_t value;
   asm volatile("ld.acquire.gpu.global.b64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
   return value;
-}
-
-CUTE_DEVICE uint64_t read_once() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-CUTE_DEVICE uint64_t read_often() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
 }
 
 }  // namespace mixed
