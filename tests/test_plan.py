@@ -201,6 +201,18 @@ def test_four_bits_take_kernels_for_as_many_k_as_share_a_scale(a: str, scales: s
     assert candidates(replace(problem, n=28672 - 16), 100) == [SEPARATELY]
 
 
+def test_tiles_are_shared_where_the_last_wave_leaves_multiprocessors_idle() -> None:
+    def splits(n: int, m: int) -> set[int]:
+        problem = Problem("w4a16_mm", "bf16", "int4", "bf16", n, 8192, scales="group128")
+        name = "w4a16_mm_bf16_int4_group128_128x256_rounded"
+        return {c.options.split for c in candidates(problem, m) if c.kernel == name}
+
+    assert splits(132 * 128, 256) == splits(66 * 128, 512) == {1}
+    assert splits(132 * 128, 257) == {1} and splits(131 * 128, 256) == splits(100 * 128, 512) == {1, 2}
+    assert splits(30 * 128, 256) == {1, 2, 4, 8}
+    assert splits(128, 256) == {1, 2, 4, 8, 16}
+
+
 def test_what_hopper_has_and_what_ampere_has() -> None:
     for op, b, scales in (("w4a16_mm", "int4", "group128"), ("w8a16_mm", "e4m3", ""), ("w8a16_mm", "int8", "block")):
         problem = Problem(op, "bf16", b, "bf16", 4096, 4096, scales=scales)
