@@ -3,20 +3,20 @@
 //  - W4Weight is packed so that a lane's 64 columns of a strip of 16 rows are 16 bytes, and the pairs of codes in them
 //    already stand in the halves of registers. Four registers take 9 instructions, and shared memory is read once for
 //    32 codes. Of a weight of eight bits, which is as it is, a lane reads two neighbours of a row at a time.
-//  - A code less its zero is exact in BF16 and FP16, a code times its scale is not. For up to 128 tokens the MMA
-//    multiplies codes, and scales go to its FP32 sums, group by group: HBM or L2 is the limit, and waiting for sums
-//    costs little.
-//  - For more (kRounded) MMAs are the limit. So a code's value is rounded to 16 bits, as a weight of 16 bits would be,
-//    and MMAs add over all of k. They never wait for an addition: while some run, values for the next are made. Each
-//    is used for 256 tokens: for 128 they were late, and the kernel 15 % slower.
+//  - A code's value is rounded to 16 bits (kRounded), as a weight of 16 bits would be, and MMAs add over all of k. In
+//    BF16 without zeros a value takes one FMA. Beside running MMAs each instruction takes two or three cycles, since
+//    both want the register file: so there are few of them, and values of a piece of k are made while MMAs of another
+//    run.
+//  - Or it is exact, a code less its zero, which BF16 and FP16 are wide enough for, and scales of any type go to FP32
+//    sums of groups of k.
 //  - Scales of eight bits are of rows, and sums over all of k too.
 //  - Two threads issue all TMA loads, one of codes and scales, one of x, ahead of the MMAs and across tiles. One took
 //    longer for a stage than HBM does.
-//  - For 32 tokens warps share strips: each has its own k of a stage, and their sums are added in the end. It takes 16
-//    warps to make values as fast as HBM brings codes.
-//  - For 32 tokens a cluster of `split` CTAs may share a tile, each with its part of k, and adds through
-//    distributed shared memory in a fixed order. There is no workspace and no second launch.
-//  - For more, tiles that would leave multiprocessors idle, those of the last wave, may be shared: all their k is dealt
+//  - For 32 tokens and exact values warps share strips: each has its own k of a stage, and their sums are added in the
+//    end. It takes 16 warps to make values as fast as HBM brings codes. A cluster of `split` CTAs may share a tile,
+//    each with its part of k, and adds through distributed shared memory in a fixed order. There is no workspace and
+//    no second launch.
+//  - Else tiles that would leave multiprocessors idle, those of the last wave, may be shared: all their k is dealt
 //    out evenly. The CTA that has the end of a tile's k adds what up to `split` - 1 others, of lower numbers, left in
 //    the workspace. They did that first of all, and CTAs start in the order of their numbers, so that none waits for
 //    one that cannot run.
@@ -70,19 +70,19 @@ struct Tile : Variant {
   static constexpr bool kInt4 = std::is_same_v<typename Variant::Weight, Int4>;
   static constexpr bool kNans = std::is_same_v<typename Variant::Weight, E4m3>;
   static constexpr bool kOneSum = kRounded || !kInt4;  // an MMA adds to the sums of all k before
-  static constexpr bool kSplits = kTokens == 32, kShares = !kSplits;
-  static constexpr int kWarps = kTokens == 32 ? 16 : 8, kConsumers = 32 * kWarps, kGroups = kWarps / 4;
+  static constexpr bool kSplits = kTokens == 32 && !kRounded, kShares = !kSplits;
+  static constexpr int kWarps = kSplits ? 16 : 8, kConsumers = 32 * kWarps, kGroups = kWarps / 4;
   static constexpr int kStrips = kRows / kStrip, kWidth = kGated ? kRows / 2 : kRows;  // kWidth: of d
   static constexpr int kAlongK = std::max(1, kWarps / kStrips);  // warps that share a strip, each with its own k
-  static constexpr int kOwnK = kOneSum ? kSpan : 128;            // of a stage's k, what a warp multiplies
+  // Of a stage's k, what a warp multiplies. Each stage takes some 40 instructions beside its values.
+  static constexpr int kOwnK = kTokens > 128 || !kInt4 ? kSpan : kTokens > 32 || !kRounded ? 128 : 256;
   static constexpr int kStageK = kOwnK * kAlongK, kSpans = kStageK / kSpan;
-  static constexpr int kPiece = kOneSum ? kSpan : std::min(kStep, kSpan);  // k that are made at a time
+  static constexpr int kPiece = kOneSum ? std::min(kOwnK / 2, kSpan) : std::min(kStep, kSpan);  // made at a time
   static constexpr int kPieces = kOwnK / kPiece, kOfStep = std::max(1, kStep / kPiece);
-  static constexpr bool kWide = kTokens > 32;
   static constexpr bool kTakesTurns = !kOneSum && kTokens == 128;
   // While sums of one warpgroup become d, MMAs of the other one run, which is so many stages behind.
-  static constexpr int kLag = kOneSum ? 2 : 0;
-  static constexpr int kThreads = kConsumers + (kWide ? 128 : 64);
+  static constexpr int kLag = kOneSum ? std::max(1, 128 / kStageK) : 0;
+  static constexpr int kThreads = kConsumers + (kShares ? 128 : 64);
   static constexpr int kStripBytes = kInt4 ? kSpans * kSpanBytes : kStrip * kStageK, kCodes = kStrips * kStripBytes;
   static constexpr int kX = kStageK * kTokens * 2;
   static constexpr int kMostGroups = std::max(1, kStageK / kStep);                      // of a stage
@@ -93,19 +93,20 @@ struct Tile : Variant {
   static constexpr int kOutTokens = std::min(kTokens, 128);
   static constexpr int kSums = kTokens * kRows, kPitch = kMmaRows + 4;
   static constexpr int kSumBytes = 4 * (kSplits ? (kAlongK + 1) * kSums : kGated ? kOutTokens * kPitch : 0);
-  static constexpr int kOutBytes = kWide ? (kGated ? 1 : kGroups) * kOutTokens * 128 : 0;
+  static constexpr int kOutBytes = kShares ? (kGated ? 1 : kGroups) * kOutTokens * 128 : 0;
   // Of sums that are given, by which they come to shared memory in stages: a thread's and bytes of all.
   static constexpr int kChunkFours = 4, kChunkBytes = kChunkFours * 16 * kConsumers;
   static constexpr int kChunks = kSums * 4 / kChunkBytes;
   static constexpr int kBarriers = 1024;
   static constexpr int kHeader = (kOutBytes + kSumBytes + 1023) / 1024 * 1024 + kBarriers;
   static_assert(kTokens >= 32 && kTokens % 8 == 0 && kTokens <= 256 && kGroups * kMmaRows == kRows * kAlongK);
-  static_assert(!kGated || (kRows == 128 && kWide));
+  static_assert(!kGated || (kRows == 128 && kShares));
   static_assert(kTokens <= 128 || kOneSum);
-  static_assert(kInt4 || (kWide && !kGated && !kMinimum && !kRounded));
+  static_assert(kInt4 || (kShares && !kGated && !kMinimum && !kRounded));
   static_assert(kAlongK == 1 || kSplits);
   static_assert(!kMinimum || kStep == 32);
-  static_assert((kSharedBytes - 1024 - kHeader) / kStage >= kLag + 2 && (!kShares || kChunkBytes <= kStage));
+  static constexpr int kStages = std::min(kMaxStages, (kSharedBytes - 1024 - kHeader) / kStage);  // at most
+  static_assert(kStages >= kLag + 2 && (!kShares || kChunkBytes <= kStage));
 };
 
 // What the host decides.
@@ -116,6 +117,7 @@ struct Shape {
   int32_t blocks, part;  // stages that k takes, all and of a CTA
   int32_t unshared;      // that many tiles, the first ones, have a CTA or a cluster each
   int32_t share;         // of the stages of all others, one after the other, a CTA's
+  int32_t earlier;       // so many stages less than that has who begins a tile, and who ends it more
   int32_t givers;        // CTAs that have a share
   int32_t stages;
   int32_t box_tokens;   // of x, that a load brings: those there are, since rows of zeros take TMA longer
@@ -155,18 +157,15 @@ struct Tiles {
   // part: the CTA's part of k, where a cluster has a tile.
   CUTE_DEVICE Tiles(Shape const& shape, int cta, int step, int part) : shape(shape), cta(cta), step(step), tile(cta) {
     first = min(shape.blocks, shape.part * part), last = min(shape.blocks, first + shape.part);
-    if constexpr (kShares) {
-      int const all = (shape.row_tiles * shape.token_tiles - shape.unshared) * shape.blocks;
-      at = min(all, cta * shape.share), end = min(all, at + shape.share);
-    }
+    if constexpr (kShares) at = border(cta), end = border(cta + 1);
   }
 
   CUTE_DEVICE bool next() {
-    int const i = kShares ? at / shape.blocks : 0, border = (i + 1) * shape.blocks;
+    int const i = kShares ? at / shape.blocks : 0, tile_end = (i + 1) * shape.blocks;
     if (kShares && turn == 0) {
       turn = 1;
-      int const from = end > border ? border : at;
-      if (end != border && end > from) {
+      int const from = end > tile_end ? tile_end : at;
+      if (end != tile_end && end > from) {
         take(shape.unshared + from / shape.blocks, from % shape.blocks, from % shape.blocks + end - from);
         gives = true;
         return true;
@@ -179,7 +178,7 @@ struct Tiles {
     }
     if (kShares && turn == 1) {
       turn = 2;
-      if (end >= border) {
+      if (end >= tile_end) {
         take(shape.unshared + i, at - i * shape.blocks, shape.blocks);
         giver = i * shape.blocks / shape.share;
         return true;
@@ -189,6 +188,13 @@ struct Tiles {
   }
 
  private:
+  // Where a CTA's stages of shared tiles begin. Within a tile that is a little earlier, since who ends it adds what
+  // others gave, which takes them as long to write.
+  CUTE_DEVICE int border(int cta) const {
+    int const all = (shape.row_tiles * shape.token_tiles - shape.unshared) * shape.blocks;
+    int const at = min(all, cta * shape.share);
+    return at % shape.blocks > shape.earlier ? at - shape.earlier : at;
+  }
   CUTE_DEVICE void take(int of, int from, int to) {
     int const in_band = shape.band * shape.row_tiles, band = of / in_band * shape.band, i = of % in_band;
     int const width = min(shape.band, shape.token_tiles - band);
@@ -296,13 +302,14 @@ __global__ void __launch_bounds__(mixed::Tile<Variant>::kThreads, 1)
   }
   if (split > 1) cluster_arrive_relaxed();
 
+  int const stage_count = T::kShares ? T::kStages : shape.stages;
   int stage = 0, phase = 0;
   auto const next_stage = [&] {
-    if (++stage == shape.stages) stage = 0, phase ^= 1;
+    if (++stage == stage_count) stage = 0, phase ^= 1;
   };
 
   if (warp >= kWarps) {
-    if constexpr (T::kWide) cutlass::arch::warpgroup_reg_dealloc<56>();
+    if constexpr (T::kShares) cutlass::arch::warpgroup_reg_dealloc<56>();
     // Of the first strip of a tile, and in a gated one of the first of those that are gated.
     auto const strip_of = [&](int half) {
       return tiles.row_tile * (T::kGated ? T::kWidth / kStrip : shape.strips) + half * gates;
@@ -317,7 +324,7 @@ __global__ void __launch_bounds__(mixed::Tile<Variant>::kThreads, 1)
         }
       }
       wait_for_previous_kernel();
-      uint64_t const once = T::kWide ? read_often() : read_once();
+      uint64_t const once = kTokens > 32 ? read_often() : read_once();
       int const size = call.groups.size;
       for (; more; more = tiles.next()) {
         int const begin = tiles.first * T::kStageK;
@@ -397,7 +404,7 @@ __global__ void __launch_bounds__(mixed::Tile<Variant>::kThreads, 1)
     return;
   }
 
-  if constexpr (T::kWide) cutlass::arch::warpgroup_reg_alloc<224>();
+  if constexpr (T::kShares) cutlass::arch::warpgroup_reg_alloc<224>();
   wait_for_previous_kernel();
   // Warps of a warpgroup have strips side by side, and of a stage its own k. Of an MMA's sums a thread holds, for every
   // 8 tokens, 2 neighbours in 2 rows that lie 8 apart.
@@ -417,12 +424,12 @@ __global__ void __launch_bounds__(mixed::Tile<Variant>::kThreads, 1)
   using A = decltype(make_tensor<Element>(cute::Shape<cute::Shape<_2, _2, _2>, _1, Int<kWords>>{}));
   static_assert(size(Sum{}) == kSums);
   Sum total;
-  A a[T::kOneSum ? 1 : 2];
+  A a[2];
   uint8_t* at = stages;  // the stage that is worked on
   // Its x from k on, as far as the span reaches.
   Tensor const first_x = thread_mma.make_fragment_B(
       thread_mma.partition_B(make_tensor(make_smem_ptr(reinterpret_cast<Element*>(stages + T::kCodes)), LayoutX{})));
-  auto const x_from = [&](int k) {
+  auto const x_from = [&](int stage, int k) {
     return make_tensor(first_x.data() + (stage * T::kStage + k / kSpan * (kTokens * 128)) / 16, first_x.layout());
   };
   // With wgmma, whose last MMAs still run when it returns: those of the stage that is held.
@@ -441,83 +448,183 @@ __global__ void __launch_bounds__(mixed::Tile<Variant>::kThreads, 1)
   auto const group_at = [&](int k) { return T::kMostGroups == 1 ? 0 : (k >> shape.group_shift) * group_bytes; };
   int const own_codes = strip * T::kStripBytes + lane * 16;
 
-  // A stage whose values are final, by the MMA's 16 k. A warp that has an MMA to issue stands still until the one
-  // before has been taken, so values are made between.
-  auto const multiply_by = [&](auto make) {
-    Tensor registers = recast<uint32_t>(a[0]);
-    Tensor const x = x_from(0);
-    warpgroup_fence_operand(total);
-    for_each(make_seq<4>{}, [&](auto k) {
-      warpgroup_wait<3>();
-      if constexpr (k == 3) release();
-      uint32_t four[4];
-      make(four, k);
-      CUTE_UNROLL
-      for (int i = 0; i < 4; ++i) registers(4 * k + i) = four[i];
-      warpgroup_arrive();
-      gemm(mma, a[0](_, _, k), x(_, _, k), total);
-      warpgroup_commit_batch();
-    });
-    held = stage;
-  };
-  [[maybe_unused]] auto const multiply_rounded = [&] {
-    if constexpr (T::kRounded) {
-      // Without zeros what stands in their place is not read, but the bytes of an eight.
-      uint32_t const eight = Values::twice(8.f), zero_bytes = T::kMinimum || call.groups.zeros ? 0x1010 : 0x5454;
-      uint8_t const* const scales = at + kScalesAt + strip * strip_scales + lane / 4 * 2;
-      constexpr int kParts = T::kStep < kSpan ? kSpan / T::kStep : 1;
-      uint4 const words = *reinterpret_cast<uint4 const*>(at + own_codes);
-      uint32_t const word[4] = {words.x, words.y, words.z, words.w};
-      // Of both rows, in both halves.
-      uint32_t scale[kParts][2], zero[kParts][2];
-      for_each(make_seq<kParts>{}, [&](auto part) {
-        CUTE_UNROLL
-        for (int row = 0; row < 2; ++row) {
-          uint8_t const* const from = scales + group_at(part * T::kStep) + row * 16;
-          scale[part][row] = __byte_perm(*reinterpret_cast<uint16_t const*>(from), 0, 0x1010);
-          zero[part][row] = __byte_perm(*reinterpret_cast<uint16_t const*>(from + T::kScales), eight, zero_bytes);
-        }
-      });
-      typename Values::Zeros zeros[kParts];
-      for_each(make_seq<kParts>{}, [&](auto part) {
-        zeros[part] = Values::zeros(0.f, 0.f);
-        if constexpr (!T::kMinimum) {
-          uint32_t const factor = Values::twice(-1.f / Values::kFactor);
-          zeros[part] = {fma_pairs<kBf16>(zero[part][0], factor, zeros[part].lower),
-                         fma_pairs<kBf16>(zero[part][1], factor, zeros[part].upper)};
-        }
-        if constexpr (Values::kFactor != 1.f) {
-          CUTE_UNROLL
-          for (uint32_t& of_row : scale[part]) of_row = multiply_pair<kBf16>(of_row, Values::twice(Values::kFactor));
-        }
-      });
-      multiply_by([&](uint32_t (&four)[4], auto k) {
-        constexpr int kPart = k * kParts / 4;
-        Values::make(four, word[k], zeros[kPart]);
-        CUTE_UNROLL
-        for (int i = 0; i < 4; ++i) {
-          four[i] = T::kMinimum ? fma_pairs<kBf16>(four[i], scale[kPart][i % 2], zero[kPart][i % 2])
-                                : multiply_pair<kBf16>(four[i], scale[kPart][i % 2]);
-        }
-      });
+  [[maybe_unused]] auto const zeros_of = [&](float zero) {
+    if constexpr (T::kInt4) {
+      return Values::zeros(zero, zero);
+    } else {
+      return 0;
     }
   };
-  // Values of eight bits stand in the order of 64-byte swizzle: as 16 bytes, exchanged by two bits of the row.
-  [[maybe_unused]] auto const multiply_bytes = [&] {
-    if constexpr (!T::kInt4) {
+  constexpr float kZero = T::kMinimum ? 0.f : 8.f;
+  bool const has_zeros = !T::kMinimum && call.groups.zeros;
+
+  // Values that are final: while MMAs of one piece of a stage run, values of the next are made from what was read
+  // before.
+  constexpr int kParts = std::max(1, T::kStageK / T::kStep);  // of a stage
+  constexpr int kOfPiece = T::kOneSum ? kWords : 1;           // 16 k each
+  [[maybe_unused]] uint32_t loaded[2][kOfPiece][T::kInt4 ? 1 : 2];
+  [[maybe_unused]] uint32_t loaded_scale[kParts][2], loaded_zero[kParts][2], scale[kParts][2], offset[kParts][2];
+  [[maybe_unused]] decltype(zeros_of(kZero)) zeros_of_part[kParts];
+  for (auto& zeros : zeros_of_part) zeros = zeros_of(kZero);
+  [[maybe_unused]] auto const read = [&](int stage, auto piece) {
+    uint8_t const* const at = stages + stage * T::kStage;
+    constexpr int kFrom = piece * T::kPiece, kTo = piece % 2;
+    if constexpr (T::kInt4) {
+      uint8_t const* const from = at + own_codes + kFrom / kSpan * kSpanBytes + kFrom % kSpan / 4;
+      if constexpr (kOfPiece == 2) {
+        uint2 const words = *reinterpret_cast<uint2 const*>(from);
+        loaded[kTo][0][0] = words.x, loaded[kTo][1][0] = words.y;
+      } else {
+        uint4 const words = *reinterpret_cast<uint4 const*>(from);
+        loaded[kTo][0][0] = words.x, loaded[kTo][1][0] = words.y;
+        loaded[kTo][2][0] = words.z, loaded[kTo][3][0] = words.w;
+      }
+    } else {
+      // They stand in the order of 64-byte swizzle: as 16 bytes, exchanged by two bits of the row.
       uint8_t const* const own = at + own_row * kSpan + lane % 4 * 2;
-      multiply_by([&](uint32_t (&four)[4], auto k) {
-        uint8_t const* const chunk = own + (k ^ lane / 8) * 16;
-        CUTE_UNROLL
-        for (int row = 0; row < 2; ++row) {
+      for_each(make_seq<kOfPiece>{}, [&](auto k) {
+        uint8_t const* const chunk = own + ((kFrom / 16 + k) ^ lane / 8) * 16;
+        for_each(make_seq<2>{}, [&](auto row) {
           auto const pair = [&](int k) {
             return uint32_t(*reinterpret_cast<uint16_t const*>(chunk + row * (8 * kSpan) + k));
           };
-          uint32_t const values = pair(0) | pair(8) << 16;
-          if constexpr (T::kNans) nans[row] |= Values::nans(values);
-          Values::make(four[row], four[row + 2], values);
-        }
+          loaded[kTo][k][row] = pair(0) | pair(8) << 16;
+        });
       });
+    }
+  };
+  [[maybe_unused]] auto const read_scales = [&](int stage) {
+    uint8_t const* const from = stages + stage * T::kStage + kScalesAt + strip * strip_scales + lane / 4 * 2;
+    if constexpr (!T::kRounded) return;
+    CUTE_UNROLL
+    for (int part = 0; part < kParts; ++part) {
+      CUTE_UNROLL
+      for (int row = 0; row < 2; ++row) {
+        uint8_t const* const own = from + group_at(part * T::kStep) + row * 16;
+        loaded_scale[part][row] = *reinterpret_cast<uint16_t const*>(own);
+        if (T::kMinimum || has_zeros) loaded_zero[part][row] = *reinterpret_cast<uint16_t const*>(own + T::kScales);
+      }
+    }
+  };
+  // Of both rows, in both halves. fused: see Values::make_scaled.
+  [[maybe_unused]] auto const take_scales = [&](auto fused) {
+    if constexpr (T::kRounded) {
+      auto const twice = [](uint32_t lower) { return __byte_perm(lower, 0, 0x1010); };
+      CUTE_UNROLL
+      for (int part = 0; part < kParts; ++part) {
+        CUTE_UNROLL
+        for (int row = 0; row < 2; ++row) {
+          uint32_t const own = twice(loaded_scale[part][row]);
+          if constexpr (fused) {
+            scale[part][row] = multiply_pair<kBf16>(own, Values::kScaled);
+            offset[part][row] = T::kMinimum
+                                    ? multiply_pair<kBf16>(twice(loaded_zero[part][row]), Values::scaled_one(row))
+                                    : multiply_pair<kBf16>(own, Values::scaled_minus_eight(row));
+            continue;
+          }
+          scale[part][row] = Values::kFactor == 1.f ? own : multiply_pair<kBf16>(own, Values::twice(Values::kFactor));
+          if constexpr (T::kMinimum) offset[part][row] = twice(loaded_zero[part][row]);
+        }
+        if (!fused && has_zeros) {
+          auto const none = Values::zeros(0.f, 0.f);
+          uint32_t const factor = Values::twice(-1.f / Values::kFactor);
+          zeros_of_part[part] = {fma_pairs<kBf16>(twice(loaded_zero[part][0]), factor, none.lower),
+                                 fma_pairs<kBf16>(twice(loaded_zero[part][1]), factor, none.upper)};
+        }
+      }
+    }
+  };
+  [[maybe_unused]] auto const make_final = [&](auto piece, auto fused) {
+    constexpr int kFrom = piece % 2;
+    Tensor registers = recast<uint32_t>(a[kFrom]);
+    for_each(make_seq<kOfPiece>{}, [&](auto k) {
+      uint32_t four[4];
+      if constexpr (T::kInt4) {
+        constexpr int kPart = (piece * kOfPiece + k) * kParts / (T::kPieces * kOfPiece);
+        if constexpr (fused) {
+          Values::make_scaled(four, loaded[kFrom][k][0], scale[kPart], offset[kPart]);
+        } else {
+          Values::make(four, loaded[kFrom][k][0], zeros_of_part[kPart]);
+          CUTE_UNROLL
+          for (int i = 0; i < 4; ++i) {
+            four[i] = T::kMinimum ? fma_pairs<kBf16>(four[i], scale[kPart][i % 2], offset[kPart][i % 2])
+                                  : multiply_pair<kBf16>(four[i], scale[kPart][i % 2]);
+          }
+        }
+      } else {
+        CUTE_UNROLL
+        for (int row = 0; row < 2; ++row) {
+          if constexpr (T::kNans) nans[row] |= Values::nans(loaded[kFrom][k][row]);
+          Values::make(four[row], four[row + 2], loaded[kFrom][k][row]);
+        }
+      }
+      CUTE_UNROLL
+      for (int i = 0; i < 4; ++i) registers(4 * k + i) = four[i];
+    });
+  };
+  uint32_t first_x_at = first_x.data().desc_.reg32_[0];
+  asm volatile("" : "+r"(first_x_at));  // or it would be made again for every stage
+  [[maybe_unused]] auto const multiply_piece = [&](uint32_t x_at, auto piece) {
+    constexpr int kFrom = piece * T::kPiece;
+    GmmaDescriptor from = first_x.data().desc_;
+    from.reg32_[0] = x_at;
+    warpgroup_fence_operand(total);
+    warpgroup_fence_operand(a[piece % 2]);
+    warpgroup_arrive();
+    for_each(make_seq<kOfPiece>{}, [&](auto k) {
+      constexpr int kAt = kFrom + k * 16;
+      Tensor const x =
+          make_tensor(GMMA::DescriptorIterator{from} + kAt / kSpan * (kTokens * 128) / 16, first_x.layout());
+      gemm(mma, a[piece % 2](_, _, k), x(_, _, Int<kAt % kSpan / 16>{}), total);
+    });
+    warpgroup_commit_batch();
+  };
+  // All k of a tile. arrives_at: the block at which the other warpgroup may begin, or -1.
+  [[maybe_unused]] auto const multiply_final = [&](int blocks, int arrives_at, auto fused) {
+    full(stage)->wait(phase);
+    read(stage, _0{}), read(stage, _1{}), read_scales(stage);
+    take_scales(fused);
+    make_final(_0{}, fused);
+    for (int block = 0; block < blocks; ++block) {
+      if (block == arrives_at) NamedBarrier::arrive(kConsumers, kTurn);
+      // The same in all lanes, which the compiler must be told for it to use its uniform registers.
+      uint32_t const x_at = __shfl_sync(~0u, first_x_at + stage * (T::kStage / 16), 0);
+      int const own = stage;
+      bool const more = block + 1 < blocks;
+      for_each(make_seq<T::kPieces>{}, [&](auto piece) {
+        constexpr bool kLast = piece + 1 == T::kPieces, kAhead = piece + 2 >= T::kPieces;
+        bool ready = false;
+        if constexpr (kAhead && !kLast) {
+          next_stage();
+          ready = full(stage)->test_wait(phase, more);
+        }
+        multiply_piece(x_at, piece);
+        if constexpr (!kAhead) {
+          read(own, Int<piece + 2>{});
+        } else if (more) {
+          if constexpr (!kLast) {
+            if (!ready) full(stage)->wait(phase);
+            read_scales(stage);
+          }
+          read(stage, Int<piece + 2 - T::kPieces>{});
+        }
+        if (kLast && !more) return;
+        if constexpr (kLast) take_scales(fused);
+        warpgroup_wait<1>();
+        if constexpr (piece == 0) {
+          release();
+          held = own;
+        }
+        make_final(Int<(piece + 1) % T::kPieces>{}, fused);
+      });
+    }
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(total);
+    if constexpr (T::kRounded) {
+      if constexpr (fused) {
+        CUTE_UNROLL
+        for (int i = 0; i < kSums; ++i) total(i) *= Values::scaled_by(i / 2 % 2);
+      }
     }
   };
 
@@ -549,14 +656,7 @@ __global__ void __launch_bounds__(mixed::Tile<Variant>::kThreads, 1)
     if constexpr (T::kMinimum) of_rows(s.minimum, kZerosAt, step);
     return s;
   };
-  constexpr float kZero = T::kMinimum ? 0.f : 8.f;
-  [[maybe_unused]] auto zeros = [&] {
-    if constexpr (T::kInt4) {
-      return Values::zeros(kZero, kZero);
-    } else {
-      return 0;
-    }
-  }();
+  auto zeros = zeros_of(kZero);
   Sum part;
   [[maybe_unused]] Sum x_sums;  // of tokens over a step, in every row the same
   A ones;
@@ -580,7 +680,7 @@ __global__ void __launch_bounds__(mixed::Tile<Variant>::kThreads, 1)
       for_each(make_seq<T::kPieces>{}, [&](auto piece) {
         constexpr int kInStep = piece % T::kOfStep, kOwn = piece * T::kPiece;
         constexpr bool kFirst = kInStep == 0, kLast = kInStep == T::kOfStep - 1;
-        if (kFirst && !T::kMinimum && call.groups.zeros) {
+        if (kFirst && has_zeros) {
           float of_row[2];
           of_rows(of_row, kZerosAt, piece / T::kOfStep);
           zeros = Values::zeros(of_row[0], of_row[1]);
@@ -609,7 +709,7 @@ __global__ void __launch_bounds__(mixed::Tile<Variant>::kThreads, 1)
           if constexpr (piece == 0) release();
           if constexpr (T::kTakesTurns) NamedBarrier::sync(kConsumers, kTurn + group);
         }
-        Tensor const x = x_from(along_k * T::kOwnK + kOwn);
+        Tensor const x = x_from(stage, along_k * T::kOwnK + kOwn);
         warpgroup_fence_operand(part);
         if constexpr (T::kMinimum) warpgroup_fence_operand(x_sums);
         warpgroup_arrive();
@@ -656,21 +756,16 @@ __global__ void __launch_bounds__(mixed::Tile<Variant>::kThreads, 1)
     nans[0] = nans[1] = 0;
     if constexpr (T::kOneSum) {
       mma.accumulate_ = GMMA::ScaleOut::One;
-      bool const lags = T::kLag && blocks >= shape.stages;
+      bool const lags = T::kLag && blocks >= stage_count;
       if (lags && group == 1) NamedBarrier::sync(kConsumers, kTurn);
-      for (int block = 0; block < blocks; ++block) {
-        full(stage)->wait(phase);
-        at = stages + stage * T::kStage;
-        if constexpr (T::kInt4) {
-          multiply_rounded();
-        } else {
-          multiply_bytes();
-        }
-        if (lags && group == 0 && block == T::kLag) NamedBarrier::arrive(kConsumers, kTurn);
-        next_stage();
+      int const arrives_at = lags && group == 0 ? T::kLag : -1;
+      if constexpr (!T::kRounded || !kBf16) {
+        multiply_final(blocks, arrives_at, false_type{});
+      } else if (has_zeros) {
+        if constexpr (!T::kMinimum) multiply_final(blocks, arrives_at, false_type{});
+      } else {
+        multiply_final(blocks, arrives_at, true_type{});
       }
-      warpgroup_wait<0>();
-      warpgroup_fence_operand(total);
       if constexpr (T::kNans) {  // four lanes have a row's k
         CUTE_UNROLL
         for (int row = 0; row < 2; ++row) {
@@ -818,7 +913,7 @@ __global__ void __launch_bounds__(mixed::Tile<Variant>::kThreads, 1)
       });
       if (group == 1) continue;
     }
-    if (T::kWide && shape.store_by_tma) {
+    if (T::kShares && shape.store_by_tma) {
       auto const storer = [&] { return warp % 4 == 0 && elect_one_sync(); };
       uint32_t const box = cast_smem_ptr_to_uint(out + group * T::kOutTokens * 128);
       // A lane's row of the first matrices.
@@ -861,7 +956,7 @@ __global__ void __launch_bounds__(mixed::Tile<Variant>::kThreads, 1)
     }
   }
   // Shared memory must outlive what reads it. That d is where it belongs the end of the launch sees to.
-  if (T::kWide && warp % 4 == 0 && elect_one_sync()) wait_until_stores_read<0>();
+  if (T::kShares && warp % 4 == 0 && elect_one_sync()) wait_until_stores_read<0>();
 }
 
 template <class Variant>
@@ -924,15 +1019,14 @@ struct MixedInput {
     int const ctas = T::kSplits && split > 1 ? all * split
                      : shape.unshared        ? std::min(all, call.sm_count)
                                              : shape.givers;
-    int const rest = 1024 + T::kHeader, most = (kSharedBytes - rest) / T::kStage;
-    shape.stages = std::min(kMaxStages, most);
-    if (!T::kWide) {
+    shape.stages = T::kStages;
+    if (!T::kShares) {
       int64_t const blocks = int64_t(ceil_div(all * split, ctas)) * shape.part;
       int const wanted = 2 + kBytesInFlight / (ctas * shape.strips * T::kStripBytes);
       shape.stages = std::min({shape.stages, wanted, int(std::clamp<int64_t>(blocks, 2, kMaxStages))});
     }
     int const bytes = call.d_dtype == CUTEGEMM_FP32 ? 4 : 2;
-    shape.store_by_tma = T::kWide && bytes == 2 && rows == T::kRows && call.d_stride[1] == 1 &&
+    shape.store_by_tma = T::kShares && bytes == 2 && rows == T::kRows && call.d_stride[1] == 1 &&
                          call.d_stride[0] >= width && aligned(call.d, call.d_stride[0] * 2) && width % 8 == 0;
     CUtensorMap map_codes, map_scales = {}, map_zeros = {}, map_x, map_d = {};
     if (!encode_weight(call, shape, map_codes, map_scales, map_zeros) ||
@@ -997,10 +1091,14 @@ struct MixedInput {
     int const all = shape.row_tiles * shape.token_tiles, last_wave = all % call.sm_count;
     shape.unshared = all;
     if (T::kShares && split > 1 && last_wave) {
-      int const share = std::max(ceil_div(last_wave * shape.blocks, call.sm_count), ceil_div(shape.blocks, split));
+      int share = std::max(ceil_div(last_wave * shape.blocks, call.sm_count), ceil_div(shape.blocks, split));
+      // Tiles that are all cut alike have fewer pieces.
+      int const alike = ceil_div(shape.blocks, std::max(1, shape.blocks / share));
+      if (alike * 10 <= share * 11) share = alike;
       if (share < shape.blocks) {
         shape.unshared -= last_wave, shape.share = share;
         shape.givers = ceil_div(last_wave * shape.blocks, share);
+        shape.earlier = shape.blocks % share == 0 && share >= 8 ? 1 : 0;
       }
     }
     return shape;

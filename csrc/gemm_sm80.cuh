@@ -905,7 +905,9 @@ struct Sm80 {
     shape.ahead = (shape.stages - 1) * shape.teams;
     shape.team_bytes = std::max(shape.stages * shape.stage_bytes, lines(x_tokens * T::kPitch * int(sizeof(float))));
     for (shape.row_shift = 4; 1 << shape.row_shift < shape.strips * kStrip;) ++shape.row_shift;
-    const int bytes = shape.teams * shape.team_bytes;
+    int bytes = shape.teams * shape.team_bytes;
+    // CTAs that run for long, and of which each multiprocessor should have one, must not find one where two fit.
+    if (ctas <= call.sm_count && of_team > 16 && half < most) bytes = std::max(bytes, half + 1);
 
     const dim3 grid =
         T::kFew ? dim3(shape.token_tiles, shape.row_tiles, shape.split) : dim3(unsigned(tiles_of_d), 1, shape.split);

@@ -66,6 +66,24 @@ struct Values<Int4, kBf16> {
     }
   }
 
+  // In BF16, code * scale + offset in one step, over a power of two that is another one for lower and upper rows: 2^53
+  // and 2^49. Bits that stay where they are, are code * 2^-133 and code * 2^-129, and are multiplied with scale * 2^80.
+  // So a scale must be less than 2^47, and values lose bits if it is less than 2^-73.
+  static constexpr uint32_t kScaled = 0x67806780;  // 2^80
+  static __device__ __forceinline__ constexpr uint32_t scaled_minus_eight(int upper) {
+    return upper ? 0xa880a880 : 0xa680a680;
+  }
+  static __device__ __forceinline__ constexpr uint32_t scaled_one(int upper) { return upper ? 0x27002700 : 0x25002500; }
+  static __device__ __forceinline__ constexpr float scaled_by(int upper) { return upper ? 0x1p49f : 0x1p53f; }
+  static __device__ __forceinline__ void make_scaled(uint32_t (&a)[4], uint32_t word, uint32_t const (&scale)[2],
+                                                     uint32_t const (&offset)[2]) {
+#pragma unroll
+    for (int i = 0; i < 4; i += 2, word >>= 8) {
+      a[i] = fma_pairs<true>(word & 0x000f000f, scale[0], offset[0]);
+      a[i + 1] = fma_pairs<true>(word & 0x00f000f0, scale[1], offset[1]);
+    }
+  }
+
   // x, which must be exact in 16 bits, in both halves.
   static __device__ __forceinline__ uint32_t twice(float x) {
     uint32_t d;

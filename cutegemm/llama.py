@@ -102,6 +102,8 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(config.ff, config.hidden, bias=False)
 
     def forward(self, x: Tensor | Quantized) -> Tensor:
+        if isinstance(self.gate_up, W4Linear) and isinstance(x, Tensor):
+            return self.down(self.gate_up.silu_and_mul(x))
         return self.down(silu_and_mul(self.gate_up(x), self.down))
 
 
@@ -243,6 +245,15 @@ def _field(path: Path, key: str, default: Any = None) -> Any:
     return field.contents()
 
 
+FOUR_BITS = ("Q4_0", "Q4_1")
+
+
+def has_four_bits(path: str | Path) -> bool:
+    """Whether a GGUF file has tensors that `load_gguf` can keep in four bits: Q4_0 or Q4_1 in its layers."""
+    tensors = _open(Path(path)).tensors
+    return any(tensor.name.startswith("blk.") and tensor.tensor_type.name in FOUR_BITS for tensor in tensors)
+
+
 def load_gguf(
     path: str | Path,
     dtype: torch.dtype = torch.float32,
@@ -294,7 +305,7 @@ def load_gguf(
     def four_bits(parts: list[Any]) -> W4Weight | None:
         """Of parts that all have the same type of four bits."""
         kinds = {part.tensor_type.name for part in parts}
-        if not keep_four_bits or kinds not in ({"Q4_0"}, {"Q4_1"}):
+        if not keep_four_bits or len(kinds) > 1 or not kinds <= {*FOUR_BITS}:
             return None
         rows = torch.cat([torch.tensor(part.data) for part in parts])
         return from_gguf(rows, kinds.pop(), (len(rows), parts[0].shape[0])).to(device)

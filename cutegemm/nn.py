@@ -185,11 +185,18 @@ class W4Linear(_Moved):
         weight = cutegemm.quantize_w4(linear.weight.detach(), group_size)
         return cls(weight, None if linear.bias is None else _bf16(linear.bias))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def _product(self, op: Callable[..., Tensor], x: Tensor) -> Tensor:
         tensors = self.packed, self.scales, self.zeros, self.permutation
         how = self.out_features, self.in_features, self.group_size, self.minimum
-        y = torch.ops.cutegemm.w4a16_mm(_rows(x), *tensors, *how, self.bias)
-        return y.reshape(*x.shape[:-1], self.out_features)
+        y = op(_rows(x), *tensors, *how, self.bias)
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._product(torch.ops.cutegemm.w4a16_mm, x)
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        """silu of the first half of what forward returns, times the second, in one launch."""
+        return self._product(torch.ops.cutegemm.w4a16_mm_silu_and_mul, x)
 
     extra_repr = Linear.extra_repr
 

@@ -20,6 +20,7 @@ Dtypes = tuple[torch.dtype, ...]
 GROUP_SIZES = (32, 64, 128, 256)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 SYMMETRIC_ZERO = 8  # what codes without zero points are relative to, so that they stand for -8 to 7
+LARGEST_SCALE = 2**47
 BLOCK = 64  # n and k are padded to multiples of it: the rows of a wgmma, and the columns of a lane's 16 bytes
 SLAB = 1 << 22  # elements that are worked on at a time
 
@@ -47,9 +48,10 @@ class W4Weight:
     warp's are 512 bytes in a row. `(word >> 4 * i) & 0x000f000f` is the pair of codes of A's register i, neighbours
     along k, each in the half of a register in which its 16-bit value has to be.
 
-    scales: FP16, BF16 or FP32 (n' / 16, groups, 16): a tile's 16 scales of a group side by side. zeros: the same, or
-    None. permutation: int32 (k,), which column is at each place along k, or None if each is at its own. A product with
-    x takes x[..., permutation]. It is for GPTQ's act-order, where the columns of a group are not neighbours.
+    scales: FP16, BF16 or FP32 (n' / 16, groups, 16): a tile's 16 scales of a group side by side, each less than 2^47 in
+    size (kernels in BF16 multiply them by 2^80 on the way). zeros: the same, or None. permutation: int32 (k,), which
+    column is at each place along k, or None if each is at its own. A product with x takes x[..., permutation]. It is
+    for GPTQ's act-order, where the columns of a group are not neighbours.
 
     Padding: rows past n have scale 0 and zero 0, so their values are 0. Columns past k belong to the last group, and
     what is multiplied with them must be 0; their code is the one whose value is nearest to 0 there (8; z, or 15 if z is
@@ -189,6 +191,12 @@ def _check_values(op: str, name: str, x: Tensor, largest: int) -> None:
     raise ValueError(f"{op}: {name} holds {wrong:g}; it must hold whole numbers from 0 to {largest}")
 
 
+def _check_size_of(op: str, scales: Tensor) -> None:
+    too_large = scales.isfinite() & (scales.abs() >= LARGEST_SCALE)
+    if too_large.any():
+        raise ValueError(f"{op}: scales holds {scales[too_large][0]:g}; it must hold less than 2**47 in size")
+
+
 def grouping(op: str, group_size: int, k: int) -> tuple[int, int, str]:
     """group_size, of -1 what it stands for; how many groups there are; and that as the reason for a shape."""
     size = max(k, 1) if group_size == -1 else group_size
@@ -270,7 +278,8 @@ def _pack(
     permutation: Tensor | None = None,
     minimum: bool = False,
 ) -> W4Weight:
-    """q (n, k), scales and zeros (n, groups) of one dtype; all checked but the values of q."""
+    """q (n, k), scales and zeros (n, groups) of one dtype; all checked but the values of q and scales."""
+    _check_size_of(op, scales)
     n, k = q.shape
     tiles, k_padded = _padded(n) // 16, _padded(k)
     packed = torch.empty(tiles, k_padded // BLOCK, 32, 4, dtype=torch.int32, device=q.device)

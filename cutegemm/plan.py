@@ -188,6 +188,8 @@ def _fits(problem: Problem, kernel: Kernel, m: int) -> bool:
             and (problem.b == "int4" or (problem.aligned and not problem.scales))
         ):
             fits = fits and m <= 32  # from there on wgmma's rate counts
+        if isinstance(tile, MixedInput) and tile.tokens == 128 and problem.b == "int4" and problem.same_type:
+            fits = fits and tile.rounded  # with exact values it was never faster
         return fits and kernel.gemm.scales == problem.scales
     # A folded tile is for an n that gives each multiprocessor no more. With two or more it was never the fastest.
     if isinstance(tile, Decode) and tile.folded and problem.n > tile.rows * MULTIPROCESSORS:
@@ -299,7 +301,9 @@ def cost(problem: Problem, choice: Choice, m: int) -> float:
         memory = (n * k * BYTES[problem.b] + m * k * 2 + m * n * BYTES[problem.d]) / 4.0e6
         memory += n * ceil(k / STEPS.get(problem.scales, 128)) * 2 / 4.0e6
         if isinstance(tile, MixedInput):  # all of a tile's MMAs are done, also where it has fewer rows
-            efficiency = {32: 0.64 if tile.rows == 64 else 0.72, 64: 0.71, 128: 0.85, 256: 0.99}[tile.tokens]
+            efficiency = {32: 0.64 if tile.rows == 64 else 0.72, 64: 0.71, 128: 0.85}.get(tile.tokens, 0.99)
+            if tile.rounded:
+                efficiency = {32: 0.75, 64: 0.72, 128: 0.90, 256: 0.99}[tile.tokens]
             if problem.b != "int4":
                 efficiency = {64: 0.45, 128: 0.72, 256: 0.89}[tile.tokens]
             of_tile = 2 * tile.rows * max(tile.tokens, 48) * k / (5.9e6 * efficiency)

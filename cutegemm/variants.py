@@ -108,8 +108,8 @@ class MixedInput:
     gated: as in Blockwise, and a tile has rows / 2 of gates and as many of what they gate. rounded: a value of the
     weight is rounded to x's type before it is multiplied, where otherwise it is exact.
 
-    With a split, up to so many CTAs make a tile together, each of its own k: for 32 tokens those of a cluster, for more
-    tokens all that the last wave of tiles would leave without work.
+    With a split, up to so many CTAs make a tile together, each of its own k: for 32 tokens and exact values those of a
+    cluster, else all that the last wave of tiles would leave without work.
     """
 
     rows: int
@@ -123,7 +123,7 @@ class MixedInput:
 
     @property
     def in_clusters(self) -> bool:
-        return self.tokens == 32
+        return self.tokens == 32 and not self.rounded
 
     def __str__(self) -> str:
         return f"{self.rows}x{self.tokens}" + "_rounded" * self.rounded + "_gated" * self.gated
@@ -329,9 +329,13 @@ MIXED_INPUT = (
     MixedInput(128, 32),
     MixedInput(128, 64),
     MixedInput(128, 128),
+    MixedInput(128, 32, rounded=True),
+    MixedInput(128, 64, rounded=True),
+    MixedInput(128, 128, rounded=True),
     MixedInput(128, 256, rounded=True),
     MixedInput(128, 64, gated=True),
-    MixedInput(128, 128, gated=True),
+    MixedInput(128, 64, gated=True, rounded=True),
+    MixedInput(128, 128, gated=True, rounded=True),
     MixedInput(128, 256, gated=True, rounded=True),
 )
 MIXED_INPUT_W8 = (MixedInput(128, 64), MixedInput(128, 128), MixedInput(128, 256))

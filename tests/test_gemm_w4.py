@@ -948,6 +948,7 @@ def sizes_of(kernel: Kernel) -> list[tuple[int, int, int, str]]:
             (t + 1, 71 * r - 3, 1030, "split=2"),
             (2 * t + 7, 50 * r + 9, 900, "split=16,swizzle=2"),
             (3 * t, 61 * r, 652, "split=4,no_chain=1"),
+            (t - 1, 2 * r + 8, 5120, "split=2"),  # all cut alike, the second part longer
         ]
     if kernel.gemm.op == "w4a16_mm" and not (tile.gated or tile.rounded):
         sizes += [(t, 3 * r + 5, 300, "rows=16"), (t + 3, 5 * r + 5, 300, "rows=48,prefetch=16")]
@@ -1004,6 +1005,18 @@ def test_kernel_reads_every_scale_and_zero(name: str) -> None:
         product = replace(make_for(kernel, 1, 200, k, i, bias=None), a=x)
         options = f"{name}:split={2**i}" if kernel.tile.splits else name
         assert_same(product(kernel=options, out_dtype=FP32), product.exact(FP32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in PLAIN if KERNELS[name].gemm.op == "w4a16_mm"])
+def test_kernel_takes_great_and_small_scales(name: str) -> None:
+    for i, power in enumerate((12, -10) if KERNELS[name].gemm.a == "fp16" else (44, -60)):
+        product = make_for(KERNELS[name], 9, 200, 390, i, bias=None)
+        product.w.scales.mul_(2.0**power)
+        if product.w.minimum:
+            product.w.zeros.mul_(2.0**power)
+        product = replace(product, b=product.b * 2.0**power)
+        assert_same(product(kernel=name, out_dtype=FP32), product.exact(FP32))
 
 
 @pytest.mark.gpu

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import cutegemm
 from cutegemm import W4Weight, demo, llama, unpack_w4
 from cutegemm.__main__ import main
-from cutegemm.llama import Config, Llama, Tokenizer, fetch_smollm2, generate, load_gguf
+from cutegemm.llama import Config, Llama, Tokenizer, fetch_smollm2, generate, has_four_bits, load_gguf
 from cutegemm.nn import Fp8Linear, Linear, Quantized, RMSNorm, W4Linear, quantize_, silu_and_mul
 
 gguf = pytest.importorskip("gguf")
@@ -226,6 +226,11 @@ def test_files_of_several_types(tmp_path: Path, device: str):
     assert (logits - reference).norm() <= 0.01 * reference.norm()
     with pytest.raises(ValueError, match=r"dtype is torch\.float32; with keep_four_bits it must be torch\.bfloat16"):
         load_gguf(path, keep_four_bits=True)
+    assert has_four_bits(path)
+    none = write_gguf(tmp_path / "none.gguf", types={"token_embd": "Q4_1", "output": "Q4_0"})
+    assert not has_four_bits(none)
+    with pytest.raises(ValueError, match=r"none\.gguf has no layer in four bits; it must have Q4_0 or Q4_1"):
+        demo.at("w4", load_gguf(none), none)
 
 
 @pytest.fixture
@@ -476,6 +481,8 @@ def test_w4_linear_of_every_form_keeps_its_weight_when_it_is_converted():
         linear = W4Linear(weight, torch.ones(40))
         want = linear(x)
         assert torch.equal(want, cutegemm.w4a16_mm(x, weight, torch.ones(40)))
+        gated = linear.silu_and_mul(x[:, None])
+        assert torch.equal(gated[:, 0], cutegemm.w4a16_mm_silu_and_mul(x, weight, torch.ones(40)))
         moved = copy.deepcopy(linear).to(torch.bfloat16).float()
         assert moved.scales.dtype == torch.float16
         assert torch.equal(moved(x), want)

@@ -773,6 +773,12 @@ WRONG: list[tuple[Callable[..., Any], tuple, dict[str, Any], str]] = [
         {},
         "zeros is torch.float64; it must be torch.uint8, torch.int8, torch.int16, to",
     ),
+    (
+        pack_w4,
+        (Q, changed(S.float(), -(2.0**47), 2, 1), None, 32),
+        {},
+        "scales holds -1.40737e+14; it must hold less than 2**47 in size",
+    ),
     (pack_w4, (Q, S, changed(S, 16.5, 0, 0), 32), {}, "zeros holds 16.5; it must hold whole numbers from 0 to 16"),
     (pack_w4, (Q, S, changed(S, 7.5, 2, 1), 32), {}, "zeros holds 7.5; it must hold whole numbers from 0 to 16"),
     (pack_w4, (Q, S, changed(S, 17, 2, 1).int(), 32), {}, "zeros holds 17; it must hold whole numbers from 0 to 16"),
