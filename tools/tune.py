@@ -4,8 +4,8 @@
     python tools/tune.py gemm_bf16 --nk 6144x4096 --m 1,16  some problems; their rows replace those of before
 
 Every kernel that may run is checked, then timed beside the others: a few rounds of all of them, more rounds
-of the best six. A kernel that refuses a problem is left out, and one that is wrong is reported. A row says which
-commit it is of; `meta` is of the last run.
+of the best six, which may be a kernel's best three. A kernel that refuses a problem is left out, and one that is
+wrong is reported. A row says which commit it is of; `meta` is of the last run.
 """
 
 from __future__ import annotations
@@ -64,11 +64,16 @@ def survey(shape: bench.Shape, m: int, choices: Iterable[plan.Choice], faults: C
         except Exception as fault:
             faults[bench.first_line(fault)] += 1
 
-    # What is far behind would take most of the time. The host needs some 50 us to launch a kernel by name.
-    limit = 1.5 * min(seen.values(), default=0.0) + 50
+    # What is far behind would take most of the time. The host needs some 50 us, and at times 100, to launch a kernel by
+    # name.
+    limit = 1.5 * min(seen.values(), default=0.0) + 150
     calls = {name: calls[name] for name, us in seen.items() if us <= limit}
     first = testing.time_interleaved(calls, rounds=3, replay_ms=0.3)
-    finalists = sorted(first, key=first.__getitem__)[:KEPT]
+    finalists: list[str] = []
+    for name in sorted(first, key=first.__getitem__):
+        if sum(named[name].kernel == named[other].kernel for other in finalists) < KEPT // 2:
+            finalists.append(name)
+    finalists = finalists[:KEPT]
     final = testing.time_interleaved({name: calls[name] for name in finalists}, rounds=11, replay_ms=1.5)
     best = []
     for name in sorted(final, key=final.__getitem__):
