@@ -562,8 +562,8 @@ __global__ void __launch_bounds__(mixed::Tile<Variant>::kThreads, 1)
       for (int i = 0; i < 4; ++i) registers(4 * k + i) = four[i];
     });
   };
-  uint32_t first_x_at = first_x.data().desc_.reg32_[0];
-  asm volatile("" : "+r"(first_x_at));  // or it would be made again for every stage
+  [[maybe_unused]] uint32_t first_x_at = first_x.data().desc_.reg32_[0];
+  if constexpr (T::kOneSum) asm volatile("" : "+r"(first_x_at));  // or it would be made again for every stage
   [[maybe_unused]] auto const multiply_piece = [&](uint32_t x_at, auto piece) {
     constexpr int kFrom = piece * T::kPiece;
     GmmaDescriptor from = first_x.data().desc_;

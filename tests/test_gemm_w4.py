@@ -42,7 +42,7 @@ from cutegemm.testing import (
     padded,
     relative_error,
 )
-from cutegemm.variants import FAMILIES, KERNELS, STEPS, Kernel, MixedInput, Sm80
+from cutegemm.variants import FAMILIES, KERNELS, SEPARATE, STEPS, Kernel, MixedInput, Sm80
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
@@ -98,8 +98,9 @@ class WeightProduct(Product):
             same_type=self.w.scales.dtype == self.a.dtype,
         )  # fmt: skip
         choice = plan.choose(problem, m, torch.cuda.get_device_name())
-        tile = KERNELS[choice.kernel].tile if choice.kernel in KERNELS else None
-        return replace(self, rounded=getattr(tile, "rounded", False))
+        if choice.kernel == SEPARATE:  # sums, and another launch
+            return self.as_planned(FP32)
+        return replace(self, rounded=getattr(KERNELS[choice.kernel].tile, "rounded", False))
 
     def bound(self, dtype: torch.dtype) -> Tensor:
         """Of the error: half a unit of dtype's last place, and k + 4 roundings to float32 on the way.
