@@ -686,7 +686,8 @@ def tuning(on_cpu, monkeypatch):
     return on_cpu
 
 
-CHOICES = [plan.Choice(f"k{us}") for us in (9, 3, 8, 4, 7, 5, 55)]
+CHOICES = [plan.Choice(f"k{us}") for us in (9, 3, 8, 4, 7, 5, 155)]
+CHOICES += [plan.Choice("k4", plan.Options(split=split)) for split in (2, 3, 4)]
 CHOICES += [
     plan.Choice("k6", plan.Options(split=2, prefetch=64)),
     plan.Choice("refuses", plan.Options(split=3)),
@@ -698,11 +699,11 @@ CHOICES += [
 def test_survey_takes_a_closer_look_at_the_best(tuning, capsys):
     faults: Counter[str] = Counter()
     best = tune.survey(bench.Shape(FP8, 48, 64, (5,)), 5, CHOICES, faults)
-    assert [row["us"] for row in best] == [3, 4, 5, 6, 7, 8]
+    assert [row["us"] for row in best] == [3, 4, 4, 4, 5, 6]  # of k4 three of four
     assert best[0] == {"kernel": "k3", "us": 3.0}
-    assert best[3] == {"kernel": "k6", "split": 2, "prefetch": 64, "us": 6.0}
+    assert best[5] == {"kernel": "k6", "split": 2, "prefetch": 64, "us": 6.0}
     (everyone, few), (finalists, more) = tuning
-    assert "k9" in everyone and "k55" not in everyone  # over 1.5 * 3 + 50
+    assert "k9" in everyone and "k155" not in everyone  # over 1.5 * 3 + 150
     assert len(finalists) == tune.KEPT and few < more
     assert faults == {"n is 48": 2, "WRONG wrong": 1}
     assert "WRONG at m=5 n=48 k=64: wrong: relative error is" in capsys.readouterr().out
