@@ -906,7 +906,7 @@ struct Sm80 {
     shape.team_bytes = std::max(shape.stages * shape.stage_bytes, lines(x_tokens * T::kPitch * int(sizeof(float))));
     for (shape.row_shift = 4; 1 << shape.row_shift < shape.strips * kStrip;) ++shape.row_shift;
     int bytes = shape.teams * shape.team_bytes;
-    // CTAs that run for long, and of which each multiprocessor should have one, must not find one where two fit.
+    // CTAs that run for long, one for each multiprocessor: with more than half of its shared memory no two meet on one.
     if (ctas <= call.sm_count && of_team > 16 && half < most) bytes = std::max(bytes, half + 1);
 
     const dim3 grid =
