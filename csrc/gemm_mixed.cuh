@@ -429,7 +429,7 @@ __global__ void __launch_bounds__(mixed::Tile<Variant>::kThreads, 1)
   // Its x from k on, as far as the span reaches.
   Tensor const first_x = thread_mma.make_fragment_B(
       thread_mma.partition_B(make_tensor(make_smem_ptr(reinterpret_cast<Element*>(stages + T::kCodes)), LayoutX{})));
-  auto const x_from = [&](int stage, int k) {
+  auto const x_from = [&](int k) {
     return make_tensor(first_x.data() + (stage * T::kStage + k / kSpan * (kTokens * 128)) / 16, first_x.layout());
   };
   // With wgmma, whose last MMAs still run when it returns: those of the stage that is held.
@@ -709,7 +709,7 @@ __global__ void __launch_bounds__(mixed::Tile<Variant>::kThreads, 1)
           if constexpr (piece == 0) release();
           if constexpr (T::kTakesTurns) NamedBarrier::sync(kConsumers, kTurn + group);
         }
-        Tensor const x = x_from(stage, along_k * T::kOwnK + kOwn);
+        Tensor const x = x_from(along_k * T::kOwnK + kOwn);
         warpgroup_fence_operand(part);
         if constexpr (T::kMinimum) warpgroup_fence_operand(x_sums);
         warpgroup_arrive();

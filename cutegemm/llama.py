@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -245,13 +245,33 @@ def _field(path: Path, key: str, default: Any = None) -> Any:
     return field.contents()
 
 
-FOUR_BITS = ("Q4_0", "Q4_1")
+# Of a layer: its modules, and the tensors of a file that each is made of, one below the other.
+_PARTS = {
+    "attention_norm": ["attn_norm"],
+    "attention.qkv": ["attn_q", "attn_k", "attn_v"],
+    "attention.out": ["attn_output"],
+    "ff_norm": ["ffn_norm"],
+    "ff.gate_up": ["ffn_gate", "ffn_up"],
+    "ff.down": ["ffn_down"],
+}
+
+
+def _tensors(path: Path) -> dict[str, Any]:
+    return {tensor.name.removesuffix(".weight"): tensor for tensor in _open(path).tensors}
+
+
+def _four_bits(parts: Sequence[Any]) -> str | None:
+    """The type of parts that all have the same one of four bits."""
+    kinds = {part.tensor_type.name for part in parts}
+    return kinds.pop() if kinds in ({"Q4_0"}, {"Q4_1"}) else None
 
 
 def has_four_bits(path: str | Path) -> bool:
-    """Whether a GGUF file has tensors that `load_gguf` can keep in four bits: Q4_0 or Q4_1 in its layers."""
-    tensors = _open(Path(path)).tensors
-    return any(tensor.name.startswith("blk.") and tensor.tensor_type.name in FOUR_BITS for tensor in tensors)
+    """Whether a GGUF file has linear layers that `load_gguf` can keep in four bits."""
+    path = Path(path)
+    stored, layers = _tensors(path), range(_field(path, "llama.block_count"))
+    names = ([f"blk.{i}.{part}" for part in parts] for i in layers for parts in _PARTS.values())
+    return any(_four_bits([stored[name] for name in of_module]) for of_module in names if stored.keys() >= {*of_module})
 
 
 def load_gguf(
@@ -291,7 +311,7 @@ def load_gguf(
         norm_eps=number("attention.layer_norm_rms_epsilon"),
         context=number("context_length"),
     )
-    stored = {tensor.name.removesuffix(".weight"): tensor for tensor in _open(path).tensors}
+    stored = _tensors(path)
 
     def take(*names: str) -> list[Any]:
         if missing := [name for name in names if name not in stored]:
@@ -302,30 +322,20 @@ def load_gguf(
         rows = [torch.tensor(dequantize(part.data, part.tensor_type)) for part in parts]
         return torch.cat(rows).to(device, dtype)
 
-    def four_bits(parts: list[Any]) -> W4Weight | None:
-        """Of parts that all have the same type of four bits."""
-        kinds = {part.tensor_type.name for part in parts}
-        if not keep_four_bits or len(kinds) > 1 or not kinds <= {*FOUR_BITS}:
-            return None
+    def packed(parts: list[Any], kind: str) -> W4Weight:
         rows = torch.cat([torch.tensor(part.data) for part in parts])
-        return from_gguf(rows, kinds.pop(), (len(rows), parts[0].shape[0])).to(device)
+        return from_gguf(rows, kind, (len(rows), parts[0].shape[0])).to(device)
 
     with torch.device("meta"):
         model = Llama(config)
     state = {"embedding.weight": values(take("token_embd")), "norm.weight": values(take("output_norm"))}
     for i in range(config.layers):
         # GGUF orders the rows of q and k so that the pairs that RoPE rotates are neighbours.
-        for name, parts in {
-            "attention_norm": ["attn_norm"],
-            "attention.qkv": ["attn_q", "attn_k", "attn_v"],
-            "attention.out": ["attn_output"],
-            "ff_norm": ["ffn_norm"],
-            "ff.gate_up": ["ffn_gate", "ffn_up"],
-            "ff.down": ["ffn_down"],
-        }.items():
+        for name, parts in _PARTS.items():
             name, tensors = f"layers.{i}.{name}", take(*(f"blk.{i}.{part}" for part in parts))
-            if weight := four_bits(tensors):
-                linear = W4Linear(weight)
+            kind = _four_bits(tensors) if keep_four_bits else None
+            if kind:
+                linear = W4Linear(packed(tensors, kind))
                 model.set_submodule(name, linear)
                 state |= {f"{name}.{key}": value for key, value in linear.state_dict().items()}
             else:

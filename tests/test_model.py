@@ -227,7 +227,8 @@ def test_files_of_several_types(tmp_path: Path, device: str):
     with pytest.raises(ValueError, match=r"dtype is torch\.float32; with keep_four_bits it must be torch\.bfloat16"):
         load_gguf(path, keep_four_bits=True)
     assert has_four_bits(path)
-    none = write_gguf(tmp_path / "none.gguf", types={"token_embd": "Q4_1", "output": "Q4_0"})
+    of_parts = {"blk.0.attn_q": "Q4_0", "blk.0.ffn_gate": "Q4_0", "blk.0.ffn_up": "Q4_1"}
+    none = write_gguf(tmp_path / "none.gguf", types={"token_embd": "Q4_1", "output": "Q4_0", **of_parts})
     assert not has_four_bits(none)
     with pytest.raises(ValueError, match=r"none\.gguf has no layer in four bits; it must have Q4_0 or Q4_1"):
         demo.at("w4", load_gguf(none), none)
