@@ -7,8 +7,8 @@
 //  - While one warpgroup adds, MMAs of the other one run; where registers allow, a warpgroup also has two sets of sums
 //    and adds one while it waits for the other.
 //  - One thread issues all TMA loads of a, b and the scales of a, in stages of 128 k.
-//  - Three warps bring what scales TMA does not to shared memory, from any strides and in either type. A consumer that
-//    loads its own waits for L2 in every block, which takes longer than its MMAs.
+//  - Three warps, or one, bring what scales TMA does not to shared memory, from any strides and in either type. A
+//    consumer that loads its own waits for L2 in every block, which takes longer than its MMAs.
 //  - CTAs of a cluster, whose tiles lie one above the other or side by side, load parts of the operand that they share
 //    for each other.
 //  - CTAs are persistent. While sums become d and leave through shared memory, the next tile has its first MMA running.
@@ -72,6 +72,9 @@ struct Tile : Variant {
   // Rows of a TMA load of b, which lie together in it as they do in memory.
   static constexpr int kBoxB = kGated ? kMmaWidth : kRowsB / kClusterM, kBoxesB = kRowsB / kBoxB;
   static constexpr int kScalesB = kColumns ? kRowsB : kRowsB / kChunk;
+  // Whether one warp suffices for scales of b alone: those of a large tile take 512 cycles or more to be used. Long
+  // runs are at the limit of power, and without the others' instructions they are 1 to 2 % faster.
+  static constexpr bool kOneScaleWarp = !kColumns && kM * kRowsB >= 128 * 128;
   static constexpr int kSets = kMmas == 1 && kN <= 128 ? 2 : 1;  // of sums: a thread has 224 registers
   // d leaves by boxes of a block of rows and so many columns. Shared memory has room for all of 16 bits or less; FP32
   // leaves by halves of the columns, in boxes of half as many.
@@ -127,8 +130,12 @@ struct Tiles {
   }
 };
 
+// The sums stay what they are: a store of a pair would have them in an even register and the next one, as wgmma has
+// what is added to them. An FFMA of two operands in one bank takes longer; ptxas has them in different ones where it is
+// free to, and a tile of 128 x 192 took 4 % less time.
 CUTE_DEVICE void store_pair(uint32_t to, float a, float b) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(a), "f"(b) : "memory");
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(__fadd_rn(a, -0.f)), "f"(__fadd_rn(b, -0.f))
+               : "memory");
 }
 
 // Codes of a block of rows wait in shared memory as words of a thread's two columns in one eight and in the next, as
@@ -262,6 +269,8 @@ __global__ void __launch_bounds__(blockwise::Tile<Variant>::kThreads, 1)
         for (int s = 0; T::kCluster > 1 && s < kStages; ++s, next_stage()) empty(stage)->wait(phase ^ 1);
       }
     } else {
+      int const scale_warps = T::kOneScaleWarp && shape.scale_a_by_tma ? 1 : kScaleWarps;
+      if (warp > scale_warps) return;
       wait_for_previous_kernel();
       int turn = 0;
       while (tiles.next(tile_m, tile_n)) {
@@ -276,7 +285,7 @@ __global__ void __launch_bounds__(blockwise::Tile<Variant>::kThreads, 1)
             }
           }
           bool const own = turn == warp - 1;
-          turn = turn == kScaleWarps - 1 ? 0 : turn + 1;
+          turn = turn == scale_warps - 1 ? 0 : turn + 1;
           if (!own) continue;
           empty(stage)->wait(phase ^ 1);
           if (!shape.scale_a_by_tma) {
@@ -338,13 +347,6 @@ __global__ void __launch_bounds__(blockwise::Tile<Variant>::kThreads, 1)
   auto const start = [&](Sum& part, auto mma_index, bool wait = true) {
     constexpr int kRowBlock = mma_index / kColumnBlocks, kColumnBlock = mma_index % kColumnBlocks;
     if (mma_index == 0 && wait) full(stage)->wait(phase);
-    Scales scales;
-    CUTE_UNROLL
-    for (int i = 0; i < 2; ++i) scales.a[i] = shared.scale_a[stage][row_in_tile + kRowBlock * kMmaRows + 8 * i];
-    if constexpr (!kColumns) {
-      CUTE_UNROLL
-      for (int i = 0; i < kChunks; ++i) scales.b[i] = shared.scale_b[stage][kColumnBlock * kChunks + i];
-    }
     Tensor const a = behind(fragments_a, stage * T::kBytesA + kRowBlock * kMmaRows * kSpan);
     Tensor const b = behind(fragments_b, stage * T::kBytesB + kColumnBlock * kN * kSpan);
     warpgroup_fence_operand(part);
@@ -354,6 +356,13 @@ __global__ void __launch_bounds__(blockwise::Tile<Variant>::kThreads, 1)
       gemm(mma, a(_, _, k), b(_, _, k), part);
     });
     warpgroup_commit_batch();
+    Scales scales;  // which the MMA does not wait for
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) scales.a[i] = shared.scale_a[stage][row_in_tile + kRowBlock * kMmaRows + 8 * i];
+    if constexpr (!kColumns) {
+      CUTE_UNROLL
+      for (int i = 0; i < kChunks; ++i) scales.b[i] = shared.scale_b[stage][kColumnBlock * kChunks + i];
+    }
     scales.stage = stage;
     if constexpr (mma_index == kMmas - 1) next_stage();
     return scales;

@@ -1,8 +1,10 @@
 // The GEMM with a weight of four or eight bits for sm_80 and above: d = Formula(x @ w^T), with x of 16 bits.
 //
 // A value of the weight is exact in BF16 and FP16 without its scale, and with it is not. So MMAs multiply unscaled
-// values, and scales go to their FP32 sums, group by group. The weight is the MMA's 16 x 16 side, and tokens its side
-// of 8, so that a tile may have few of them:
+// values, and scales go to their FP32 sums, group by group. Or values are rounded to 16 bits (kRounded), as those of a
+// weight of 16 bits would be, where scales have x's type: then MMAs add over all of k, and a warp has registers for
+// twice as many tokens, so that half as many values are made for each MMA. The weight is the MMA's 16 x 16 side, and
+// tokens its side of 8, so that a tile may have few of them:
 //  - W4Weight is packed so that a lane's 64 columns of a strip of 16 rows are 16 bytes, and pairs of codes already
 //    stand in the halves of registers. Of a raw weight of eight bits a lane takes 16 neighbours of a row. That is
 //    another order along k than the MMA's, and x is read in the same one.
@@ -10,7 +12,9 @@
 //    that no other team waits for. For few tokens a team is a warp. The teams' sums are added in the end.
 //  - A warp has at most 64 rows and 32 tokens: x stays in registers for all of its strips, so that only one strip has
 //    unscaled sums. With 32 rows and 64 tokens it would read 1.5 times as many bytes of shared memory, which can bring
-//    about as much as the MMAs then take.
+//    about as much as the MMAs then take. Of rounded values it has 64 rows and 64 tokens; then a CTA has four warps,
+//    and two of them share a multiprocessor, so that one's start and end run beside the other's MMAs (6 % for 64
+//    tokens).
 //  - Tiles may have fewer rows than kRows, so that there is one for every multiprocessor. Where that is not enough,
 //    options.split CTAs take parts of k, and a second kernel adds their sums, in order.
 #pragma once
@@ -31,7 +35,6 @@ namespace cutegemm {
 
 namespace sm80 {
 
-constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kStrip = 16;   // rows of the weight in an MMA
 constexpr int kBlock = 128;  // k of a stage
 constexpr int kLoad = 64;    // k of a lane's 16 bytes of codes, or of four lanes' of values
@@ -43,22 +46,24 @@ constexpr int kSumThreads = 128;
 // A tile of kRows of the weight and kTokens of x, as the emitted Variant declares it: see variants.py's Sm80.
 template <class Variant>
 struct Tile : Variant {
-  using Variant::kRows, Variant::kTokens, Variant::kStep, Variant::kMinimum;
+  using Variant::kRows, Variant::kTokens, Variant::kStep, Variant::kMinimum, Variant::kRounded;
   static constexpr bool kInt4 = std::is_same_v<typename Variant::Weight, Int4>;
   static constexpr bool kBf16 = std::is_same_v<typename Variant::Element, __nv_bfloat16>;
+  static constexpr int kWarps = kRounded && kTokens == 64 ? 4 : 8, kThreads = 32 * kWarps;
   // A warp has kStrips x kWide MMAs.
-  static constexpr int kTokenWarps = std::max(1, kTokens / 32), kWide = kTokens / 8 / kTokenWarps;
+  static constexpr int kTokenWarps = std::max(1, kTokens / (kRounded ? 64 : 32)), kWide = kTokens / 8 / kTokenWarps;
   static constexpr int kRowWarps = std::max(kWide > 2 ? 2 : 1, kRows / 64), kStrips = kRows / kStrip / kRowWarps;
   static constexpr int kTeamWarps = kRowWarps * kTokenWarps, kTeamThreads = 32 * kTeamWarps;
-  static constexpr int kTeams = kWarps / kTeamWarps;  // at most
-  static constexpr bool kFew = kInt4 && kWide <= 2;   // a path of its own
+  static constexpr int kTeams = kWarps / kTeamWarps;              // at most
+  static constexpr bool kFew = kInt4 && kWide <= 2 && !kRounded;  // a path of its own
   // Strips whose MMAs are side by side there, for what fits 128 registers.
-  static constexpr int kTogether = 4 / kWide;
+  static constexpr int kTogether = std::max(1, 4 / kWide);
   static constexpr int kChains = kWide == 1 ? 2 : 1;  // independent sums for each of d
   static constexpr int kSteps = kBlock / kStep;
   static constexpr int kBytesInFlight = (kFew ? 64 : 48) << 10;  // of the weight, of a CTA
   static constexpr bool kNans = std::is_same_v<typename Variant::Weight, E4m3>;
-  static constexpr int kResident = kWide <= 2 && !kNans ? 2 : 1;  // CTAs of a multiprocessor; NaNs take registers
+  // CTAs of a multiprocessor; NaNs take registers.
+  static constexpr int kResident = !kNans && (kRounded || kWide <= 2) ? 2 : 1;
   static constexpr int kX = kTokens * kXRow;
   static constexpr int kStripBytes = kStrip * kBlock / (kInt4 ? 2 : 1);
   static constexpr int kCopies = kStripBytes / (32 * kChunk);  // of a lane, of a strip
@@ -66,11 +71,11 @@ struct Tile : Variant {
   // A stage has of codes the scales of each strip for every step, the strips, perhaps zeros like the scales, and x.
   static constexpr int kStripsAt = kRows / kStrip * kScaleBytes;
   static constexpr int kPitch = kRows + 4;  // of sums in shared memory, free of bank conflicts
-  // Two stages of so many teams fit every device from sm_80 on.
-  static constexpr int kLeastTeams = std::max(1, kRows / kTeamThreads);
-  static_assert(2 * kLeastTeams * (kX + kRows / kStrip * (kStripBytes + 2 * kScaleBytes)) <= 99 * 1024);
+  // Two stages of a team fit every device from sm_80 on.
+  static_assert(2 * (kX + kRows / kStrip * (kStripBytes + 2 * kScaleBytes)) <= 99 * 1024);
   static_assert(kRows == 64 || kRows == 128 || kRows == 256);
   static_assert(kTokens == 8 || kTokens == 16 || kTokens == 32 || kTokens == 64 || kTokens == 128);
+  static_assert(!kRounded || (kInt4 && kWide >= 4 && kTokenWarps == 1));
   static_assert(kInt4 ? kStep == 32 || kStep == 64 || kStep == 128 : kStep == 128 && !kMinimum);
 };
 
@@ -134,6 +139,12 @@ __device__ __forceinline__ uint32_t load_word(uint32_t from) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(from));
   return word;
 }
+__device__ __forceinline__ uint32_t load_half(uint32_t from) {
+  uint16_t half;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(half) : "r"(from));
+  return half;
+}
+__device__ __forceinline__ uint32_t twice(uint32_t lower) { return __byte_perm(lower, 0, 0x1010); }
 __device__ __forceinline__ uint4 load_words(uint32_t from) {
   uint4 words;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -207,6 +218,17 @@ __device__ __forceinline__ int x_offset(int token, int chunk) { return token * k
 
 // Arithmetic
 
+template <bool kBf16>
+__device__ __forceinline__ uint32_t multiply_pair(uint32_t a, uint32_t b) {
+  uint32_t d;
+  if constexpr (kBf16) {
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  } else {
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  }
+  return d;
+}
+
 // first: c is 0 so far, and not read.
 template <bool kBf16>
 __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
@@ -230,7 +252,7 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[
 }  // namespace sm80
 
 template <class Variant>
-__global__ void __launch_bounds__(sm80::kThreads, sm80::Tile<Variant>::kResident)
+__global__ void __launch_bounds__(sm80::Tile<Variant>::kThreads, sm80::Tile<Variant>::kResident)
     sm80_kernel(const __grid_constant__ cutegemm_call call, const __grid_constant__ sm80::Shape shape) {
   using namespace sm80;
   using T = Tile<Variant>;
@@ -305,7 +327,8 @@ __global__ void __launch_bounds__(sm80::kThreads, sm80::Tile<Variant>::kResident
       static_cast<const uint8_t*>(call.a) + ((token0 + x_token) * call.a_stride[0] + x_chunk * 8) * 2;
   const int64_t x_step = kTokensAtOnce * call.a_stride[0] * 2;
   const int x_to = shape.x_at + x_offset(x_token, x_chunk);
-  const int width = fp32 ? 2 : 1;  // log2 of a scale's bytes, and of the chunks of a strip's scales of a group
+  // log2 of a scale's bytes, and of the chunks of a strip's scales of a group.
+  const int width = !T::kRounded && fp32 ? 2 : 1;
   const auto start_copies = [&](uint32_t to, int block) {
     const int left = call.k - block * kBlock, x_left = left - x_chunk * 8;
     const auto copy_x = [&](int bytes) {
@@ -381,6 +404,11 @@ __global__ void __launch_bounds__(sm80::kThreads, sm80::Tile<Variant>::kResident
                        : kWide == 1 ? x_offset(min(lane % 8, there), lane / 8)
                                     : x_offset(min(lane / 16 * 8 + lane % 8, there), lane / 8 % 2));
   using X = uint32_t[T::kStep / 16][kWide][2];
+  const auto load_x_of = [&](uint32_t stage, int k, uint32_t (&x)[kWide][2]) {
+    const uint32_t at = (stage + x_place ^ k * 2 % 128) + k * 2 / 128 * 128;
+#pragma unroll
+    for (int j = 0; j < kWide; j += 2) load_matrices(at + j * 8 * kXRow, x[j][0], x[j][1], x[j + 1][0], x[j + 1][1]);
+  };
   const auto load_x = [&](uint32_t stage, int k0, X& x) {
     const auto at = [&](int k) { return (stage + x_place ^ k * 2 % 128) + k * 2 / 128 * 128; };
 #pragma unroll
@@ -511,10 +539,11 @@ __global__ void __launch_bounds__(sm80::kThreads, sm80::Tile<Variant>::kResident
     }
   };
 
-  // Few tokens: kMine strips of the warp. All of them stay in step, so that their MMAs are side by side: one after the
-  // other on the same sums takes 33 cycles.
-  [[maybe_unused]] const auto run_few = [&](auto mine) {
+  // Few tokens, or rounded values: kMine strips of the warp. Of few tokens all strips stay in step, so that their MMAs
+  // are side by side: one after the other on the same sums takes 33 cycles. fused: see Values::make_scaled.
+  [[maybe_unused]] const auto run = [&](auto mine, auto fused) {
     constexpr int kMine = decltype(mine)::value, kSteps = T::kSteps, kStripStep = T::kRowWarps * T::kStripBytes;
+    constexpr bool kFused = decltype(fused)::value;
     using Codes = cutegemm::Values<Int4, T::kBf16>;
     int block = first + team;
     uint32_t stage = ring;  // where the next block is copied to; after that the oldest one, which is multiplied
@@ -541,13 +570,20 @@ __global__ void __launch_bounds__(sm80::kThreads, sm80::Tile<Variant>::kResident
           copy_whole_chunk(stage + strips_to + s * kStripStep + 32 * kChunk, of_strip + 32 * kChunk, second);
         }
         int64_t scale_at = slot_at + int64_t((copied * kBlock + slot_k) >> shape.group_shift) * slot_bytes;
-        if constexpr (kSteps == 1) {
+        if constexpr (kSteps == 1 || T::kRounded) {  // each has one at most
+          static_assert(!T::kRounded || T::kRows / kStrip * kSteps * 2 <= T::kTeamThreads);
           const uint32_t to = stage + slot * kSlot + chunk * kChunk;
-          const bool wanted = slot < strips;
-          copy_whole_chunk(to, static_cast<const uint8_t*>(call.groups.scales) + scale_at, wanted);
-          if (has_zeros) {
-            copy_whole_chunk(to + shape.zeros_at, static_cast<const uint8_t*>(call.groups.zeros) + scale_at, wanted);
-          }
+          const bool wanted = slot < strips * kSteps;
+          const auto copy = [&](uint32_t to, const void* of) {
+            const uint8_t* const from = static_cast<const uint8_t*>(of) + scale_at;
+            if constexpr (kSteps == 1) {
+              copy_whole_chunk(to, from, wanted);
+            } else {  // behind k zeros, since x is 0 there, and what is multiplied by it must be finite
+              copy_chunk(to, from, copied * kBlock + slot_k < call.k ? kChunk : 0, wanted);
+            }
+          };
+          copy(to, call.groups.scales);
+          if (has_zeros) copy(to + shape.zeros_at, call.groups.zeros);
         } else {
           const int slots_at_once = T::kTeamThreads >> width;
 #pragma unroll 1
@@ -677,6 +713,72 @@ __global__ void __launch_bounds__(sm80::kThreads, sm80::Tile<Variant>::kResident
       }
     };
 
+    [[maybe_unused]] const auto multiply_rounded = [&] {
+      constexpr int kOwn = std::max(1, kMine);
+      uint32_t scale[kOwn][2], offset[kOwn][2];
+      typename Codes::Zeros zeros[kOwn];
+      const auto take_scales = [&](int step) {
+#pragma unroll
+        for (int s = 0; s < kMine; ++s) {
+          const uint32_t at = stage + (strip_of(s) * kSteps + step) * kSlot + line * 2;
+          const auto minima_or_zeros = [&](int half) { return twice(load_half(at + shape.zeros_at + half * 16)); };
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const uint32_t own = twice(load_half(at + half * 16));
+            if constexpr (kFused) {
+              scale[s][half] = multiply_pair<T::kBf16>(own, Codes::kScaled);
+              offset[s][half] = T::kMinimum ? multiply_pair<T::kBf16>(minima_or_zeros(half), Codes::scaled_one(half))
+                                            : multiply_pair<T::kBf16>(own, Codes::scaled_minus_eight(half));
+            } else {
+              scale[s][half] = Codes::kFactor == 1.f ? own : multiply_pair<T::kBf16>(own, Codes::twice(Codes::kFactor));
+              if constexpr (T::kMinimum) offset[s][half] = minima_or_zeros(half);
+            }
+          }
+          if constexpr (!kFused) {
+            zeros[s] = T::kMinimum ? Codes::zeros(0.f, 0.f) : Codes::zeros(8.f, 8.f);
+            if (!T::kMinimum && has_zeros) {
+              const auto none = Codes::zeros(0.f, 0.f);
+              const uint32_t factor = Codes::twice(-1.f / Codes::kFactor);
+              zeros[s] = {fma_pairs<T::kBf16>(minima_or_zeros(0), factor, none.lower),
+                          fma_pairs<T::kBf16>(minima_or_zeros(1), factor, none.upper)};
+            }
+          }
+        }
+      };
+      if constexpr (T::kStep == kBlock) take_scales(0);
+#pragma unroll 1  // or there is more code than a multiprocessor's cache of instructions has room for
+      for (int load = 0; load < kBlock / kLoad; ++load) {
+        uint32_t x[2][kWide][2];
+        uint4 words[kOwn];
+        const uint32_t x_at = stage + load * 128;
+        load_x_of(x_at, 0, x[0]);
+#pragma unroll
+        for (int s = 0; s < kMine; ++s) words[s] = load_words(stage + strips_to + s * kStripStep + load * 32 * kChunk);
+#pragma unroll
+        for (int word = 0; word < 4; ++word) {
+          if (T::kStep < kBlock && word * 16 % T::kStep == 0) take_scales((load * kLoad + word * 16) / T::kStep);
+          if (word < 3) load_x_of(x_at, (word + 1) * 16, x[(word + 1) % 2]);
+#pragma unroll
+          for (int s = 0; s < kMine; ++s) {
+            const uint32_t own = word == 0 ? words[s].x : word == 1 ? words[s].y : word == 2 ? words[s].z : words[s].w;
+            uint32_t a[4];
+            if constexpr (kFused) {
+              Codes::make_scaled(a, own, scale[s], offset[s]);
+            } else {
+              Codes::make(a, own, zeros[s]);
+#pragma unroll
+              for (int i = 0; i < 4; ++i) {
+                a[i] = T::kMinimum ? fma_pairs<T::kBf16>(a[i], scale[s][i % 2], offset[s][i % 2])
+                                   : multiply_pair<T::kBf16>(a[i], scale[s][i % 2]);
+              }
+            }
+#pragma unroll
+            for (int j = 0; j < kWide; ++j) multiply_add<T::kBf16>(total[s][j], a, x[word % 2][j], false);
+          }
+        }
+      }
+    };
+
     for (int i = 0; i < shape.ahead; i += shape.teams) start_next(block + i);
     if constexpr (kEarly) prepare_end();
     for (; block < last; block += shape.teams) {
@@ -690,22 +792,47 @@ __global__ void __launch_bounds__(sm80::kThreads, sm80::Tile<Variant>::kResident
         sync_team();
         start_next(block + shape.ahead);
       }
-      multiply_block();
+      if constexpr (T::kRounded) {
+        multiply_rounded();
+      } else {
+        multiply_block();
+      }
+    }
+    if constexpr (kFused) {
+#pragma unroll
+      for (int s = 0; s < T::kStrips; ++s) {
+#pragma unroll
+        for (int j = 0; j < kWide; ++j) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) total[s][j][e] *= Codes::scaled_by(e / 2);
+        }
+      }
     }
   };
 
-  if constexpr (T::kFew) {
+  if constexpr (T::kFew || T::kRounded) {
     const int mine = (strips - row_warp + T::kRowWarps - 1) / T::kRowWarps;
-    if (mine >= 4) {
-      run_few(std::integral_constant<int, 4>());
-    } else if (mine == 3) {
-      run_few(std::integral_constant<int, 3>());
-    } else if (mine == 2) {
-      run_few(std::integral_constant<int, 2>());
-    } else if (T::kRowWarps == 1 || mine == 1) {
-      run_few(std::integral_constant<int, 1>());
-    } else if constexpr (T::kRowWarps > 1) {
-      run_few(std::integral_constant<int, 0>());
+    const auto run_mine = [&](auto fused) {
+      if (mine >= 4) {
+        run(std::integral_constant<int, 4>(), fused);
+      } else if (mine == 3) {
+        run(std::integral_constant<int, 3>(), fused);
+      } else if (mine == 2) {
+        run(std::integral_constant<int, 2>(), fused);
+      } else if (T::kRowWarps == 1 || mine == 1) {
+        run(std::integral_constant<int, 1>(), fused);
+      } else if constexpr (T::kRowWarps > 1) {
+        run(std::integral_constant<int, 0>(), fused);
+      }
+    };
+    if constexpr (T::kRounded && T::kBf16) {
+      if (T::kMinimum || !has_zeros) {
+        run_mine(std::true_type());
+      } else {
+        run_mine(std::false_type());
+      }
+    } else {
+      run_mine(std::false_type());
     }
   } else {
     int block = first + team;
@@ -775,30 +902,43 @@ __global__ void __launch_bounds__(sm80::kThreads, sm80::Tile<Variant>::kResident
       }
     }
   }
-  const int row = thread & (1 << shape.row_shift) - 1, n = strip0 * kStrip + row;
+  const int rows_at_once = 1 << shape.row_shift, first_row = thread & rows_at_once - 1;
   const int end_token = thread >> shape.row_shift, tokens_at_once = int(blockDim.x) >> shape.row_shift;
   __syncthreads();
-  if (row >= shape.strips * kStrip || n >= call.n) return;
-  const auto for_each_sum = [&](auto&& f) {
-    for (int token = end_token; token < min(kTokens, tokens); token += tokens_at_once) {
-      float sum = 0.f;
+  for (int row = first_row; row < shape.strips * kStrip; row += rows_at_once) {
+    const int n = strip0 * kStrip + row;
+    if (n >= call.n) return;
+    if (row != first_row && shape.split == 1) column = Formula::column(call, n);
+    const auto for_each_sum = [&](auto&& f) {
+      constexpr int kTogether = kTokens >= 32 ? 4 : 1;  // whose loads are on their way together
+      const int end = min(kTokens, tokens);
+      for (int token = end_token; token < end; token += kTogether * tokens_at_once) {
+        float sum[kTogether] = {};
 #pragma unroll
-      for (int i = 0; i < T::kTeams; ++i) {
-        if (i < shape.teams) sum += sums[i * team_sums + token * T::kPitch + row];
+        for (int j = 0; j < kTogether; ++j) {
+          const int at = min(token + j * tokens_at_once, end - 1) * T::kPitch + row;
+#pragma unroll
+          for (int i = 0; i < T::kTeams; ++i) {
+            if (i < shape.teams) sum[j] += sums[i * team_sums + at];
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j) {
+          if (token + j * tokens_at_once < end) f(token0 + token + j * tokens_at_once, sum[j]);
+        }
       }
-      f(token0 + token, sum);
-    }
-  };
-  if (shape.split > 1) {
-    float* const to = static_cast<float*>(call.workspace) + int64_t(blockIdx.z) * call.m * shape.pitch + n;
-    for_each_sum([&](int m, float sum) { to[m * shape.pitch] = sum; });
-  } else {
-    with_float_pointer(call.d, call.d_dtype, [&](auto* d) {
-      for_each_sum([&](int m, float sum) {
-        sum = Formula::apply(sum, Formula::row(call, m), column, Formula::element(call, m, n));
-        store(d + m * call.d_stride[0] + n * call.d_stride[1], sum);
+    };
+    if (shape.split > 1) {
+      float* const to = static_cast<float*>(call.workspace) + int64_t(blockIdx.z) * call.m * shape.pitch + n;
+      for_each_sum([&](int m, float sum) { to[m * shape.pitch] = sum; });
+    } else {
+      with_float_pointer(call.d, call.d_dtype, [&](auto* d) {
+        for_each_sum([&](int m, float sum) {
+          sum = Formula::apply(sum, Formula::row(call, m), column, Formula::element(call, m, n));
+          store(d + m * call.d_stride[0] + n * call.d_stride[1], sum);
+        });
       });
-    });
+    }
   }
 }
 
@@ -851,7 +991,7 @@ struct Sm80 {
     if (!is_float(call.d_dtype) || !is_vector(call.bias)) return kWrongTypes;
     if (call.residual.data && !is_float(call.residual.dtype)) return kWrongTypes;
     if (call.scale_b.group ? !is_scale(call.scale_b, kBlock) : !is_vector(call.scale_b)) return kWrongTypes;
-    if (T::kInt4 && !is_float(groups.dtype)) return kWrongTypes;
+    if (T::kInt4 && (T::kRounded ? groups.dtype != call.a_dtype : !is_float(groups.dtype))) return kWrongTypes;
     if (call.m < 1 || call.n < 1 || call.k < 1) return kWrongSize;
     if (call.output.gated || call.options.split < 0) return kWrongOptions;
     if (call.a_stride[1] != 1 || (!T::kInt4 && call.b_stride[0] != 1)) return kWrongLayout;
@@ -894,7 +1034,7 @@ struct Sm80 {
     shape.zeros_at = T::kStripsAt + of_weight;
     shape.x_at = lines(shape.zeros_at + (groups.zeros ? shape.strips * T::kScaleBytes : 0));
     shape.stage_bytes = shape.x_at + x_tokens * kXRow;
-    for (shape.teams = T::kTeams; shape.teams > T::kLeastTeams && shape.teams * shape.stage_bytes * 2 > most;) {
+    for (shape.teams = T::kTeams; shape.teams > 1 && shape.teams * shape.stage_bytes * 2 > most;) {
       shape.teams /= 2;
     }
     const int of_stage = shape.teams * shape.stage_bytes, of_team = (shape.part - 1) / shape.teams + 1;
@@ -904,19 +1044,20 @@ struct Sm80 {
     shape.stages = std::min(wanted, (T::kResident > 1 && half / of_stage >= enough ? half : most) / of_stage);
     shape.ahead = (shape.stages - 1) * shape.teams;
     shape.team_bytes = std::max(shape.stages * shape.stage_bytes, lines(x_tokens * T::kPitch * int(sizeof(float))));
-    for (shape.row_shift = 4; 1 << shape.row_shift < shape.strips * kStrip;) ++shape.row_shift;
+    const int threads = shape.teams * T::kTeamThreads;
+    for (shape.row_shift = 4; 1 << shape.row_shift < std::min(shape.strips * kStrip, threads);) ++shape.row_shift;
     int bytes = shape.teams * shape.team_bytes;
     // CTAs that run for long, one for each multiprocessor: with more than half of its shared memory no two meet on one.
     if (ctas <= call.sm_count && of_team > 16 && half < most) bytes = std::max(bytes, half + 1);
 
     const dim3 grid =
         T::kFew ? dim3(shape.token_tiles, shape.row_tiles, shape.split) : dim3(unsigned(tiles_of_d), 1, shape.split);
-    const dim3 block(shape.teams * T::kTeamThreads);
+    const dim3 block(threads);
     const int cluster = device.major >= 9 ? 1 : 0;
     const int32_t status = launch_cluster(call, kKernel, grid, cluster, block, bytes, call, shape);
     if (status || shape.split == 1) return status;
-    const int64_t threads = call.m * shape.pitch / 4;
-    return launch_cluster(call, kSum, dim3(unsigned((threads - 1) / kSumThreads + 1)), cluster, dim3(kSumThreads), 0,
+    const int64_t fours = call.m * shape.pitch / 4;
+    return launch_cluster(call, kSum, dim3(unsigned((fours - 1) / kSumThreads + 1)), cluster, dim3(kSumThreads), 0,
                           call, shape);
   }
 
@@ -961,7 +1102,9 @@ struct Sm80 {
         const double ctas = double(shape.row_tiles) * shape.token_tiles * shape.split;
         const double waves = std::ceil(ctas / call.sm_count);
         const double bytes = of_tile * T::kStripBytes / 32. + std::min(call.m, T::kTokens) * kXRow / 45.;
-        const double cost = waves * shape.part * std::max(bytes, of_tile * T::kTokens * 0.95) +
+        // Of rounded values MMAs take most of the time, and a CTA alone has half of a multiprocessor's warps.
+        const double turns = !T::kRounded ? waves : waves > 1 ? 2 * std::ceil(waves / 2) : 1.5;
+        const double cost = turns * shape.part * std::max(bytes, of_tile * T::kTokens * (T::kWarps == 4 ? 1.5 : 0.95)) +
                             std::ceil(waves / T::kResident) * 1000 +
                             (shape.split > 1 ? 1500 + 8e-3 / 3 * shape.split * call.m * call.n : 0);
         if (cost < least) least = cost, best_strips = of_tile, best_split = shape.split;

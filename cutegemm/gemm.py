@@ -931,9 +931,8 @@ def w4a16_mm(
     of x and codes less their zero point, which are exact in x's dtype, is summed in each group and then scaled:
         d[i, j] = sum over g of scale[j, g] * (x[i, g] @ (q[j, g] - zero[j, g])) + bias[j] + residual[i, j]
     and of a weight with minima scale[j, g] * (x[i, g] @ q[j, g]) + minimum[j, g] * sum(x[i, g]).
-    On Hopper, for more than 16 tokens or so and where scales have x's dtype, values of w are first rounded to that
-    dtype, as those of a weight in 16 bits are; and in BF16 a product of x and a value that is less than 2^-73 in size
-    may count as 0.
+    For more than 16 tokens or so and where scales have x's dtype, values of w are first rounded to that dtype, as those
+    of a weight in 16 bits are; and in BF16 a product of x and a value that is less than 2^-73 in size may count as 0.
     bias: (n,), residual: (m, n), of any strides: BF16, FP16 or FP32. out_dtype: BF16, FP16 or FP32; by default that of
     `out`, or of x. out: (m, n), written in place and returned; it may be the residual itself, and must else lie apart
     from what is read. m, n and k may be 0; with k = 0, d is the bias and the residual. kernel: as in `mm`.

@@ -127,7 +127,7 @@ class Problem:
             gated = isinstance(tile, MixedInput) and tile.gated
             if (self.a, self.b, self.gated) != (gemm.a, gemm.b, gated) or not self._has_scales(gemm.scales):
                 return False
-            if isinstance(tile, MixedInput) and (not self.aligned or (tile.rounded and not self.same_type)):
+            if (isinstance(tile, MixedInput) and not self.aligned) or (tile.rounded and not self.same_type):
                 return False
             return not gated or self.n % 32 == 0  # its halves start at whole strips of 16 rows
         if bool(self.scales) != bool(gemm.scales):
@@ -181,14 +181,15 @@ def _fits(problem: Problem, kernel: Kernel, m: int) -> bool:
     if isinstance(tile, Blockwise):
         return m > 16 and (tile.m == 64 or tile.m < 2 * m)
     if isinstance(tile, (MixedInput, Sm80)):
-        fits = tile.tokens <= max(64 if problem.gated else 16, 2 * m) and (m <= 4 * tile.tokens or tile.tokens >= 128)
+        most = 64 if isinstance(tile, Sm80) and tile.rounded else 128  # tokens of the largest tiles
+        fits = tile.tokens <= max(64 if problem.gated else 16, 2 * m) and (m <= 4 * tile.tokens or tile.tokens >= most)
         if (
             isinstance(tile, Sm80)
             and problem.hopper
             and (problem.b == "int4" or (problem.aligned and not problem.scales))
         ):
-            fits = fits and m <= 32  # from there on wgmma's rate counts
-        if isinstance(tile, MixedInput) and tile.tokens == 128 and problem.b == "int4" and problem.same_type:
+            fits = fits and m <= 32 and not tile.rounded  # from there on wgmma's rate counts
+        if tile.tokens >= (128 if isinstance(tile, MixedInput) else 64) and problem.b == "int4" and problem.same_type:
             fits = fits and tile.rounded  # with exact values it was never faster
         return fits and kernel.gemm.scales == problem.scales
     # A folded tile is for an n that gives each multiprocessor no more. With two or more it was never the fastest.
@@ -316,6 +317,8 @@ def cost(problem: Problem, choice: Choice, m: int) -> float:
             return 3.5 + adding + max(memory, (waves + share) * of_tile)
         # Two CTAs share a multiprocessor, and one alone cannot use it. Some of the work for k is for all rows.
         sm80_rate = 1750 * {8: 40, 16: 30, 32: 14}.get(tile.tokens, 500 / tile.tokens)
+        if tile.rounded:
+            sm80_rate = 1750 * {32: 21, 64: 12.6}[tile.tokens]
         alone, of_all = (1.6, 4) if tile.tokens == 8 else (1.1, 8)
         turns = 2 * ceil(tiles * split / (2 * MULTIPROCESSORS)) if tiles * split > MULTIPROCESSORS else alone
         adding = 1.5 if split > 1 else 0.0

@@ -134,18 +134,19 @@ class Sm80:
     """csrc/gemm_sm80.cuh, for a weight of four or eight bits: mma.sync and cp.async, which GPUs have from Ampere on.
 
     A tile is up to `rows` of the weight and `tokens` of x. Where options don't say it, the launcher decides how many
-    rows, and how many parts of k, which a second launch adds.
+    rows, and how many parts of k, which a second launch adds. rounded: as in MixedInput.
     """
 
     rows: int
     tokens: int
+    rounded: bool = False
 
     @property
     def splits(self) -> bool:
         return True
 
     def __str__(self) -> str:
-        return f"sm80_{self.rows}x{self.tokens}"
+        return f"sm80_{self.rows}x{self.tokens}" + "_rounded" * self.rounded
 
 
 @dataclass(frozen=True)
@@ -339,7 +340,13 @@ MIXED_INPUT = (
     MixedInput(128, 256, gated=True, rounded=True),
 )
 MIXED_INPUT_W8 = (MixedInput(128, 64), MixedInput(128, 128), MixedInput(128, 256))
-SM80_W4 = (*(Sm80(rows, tokens) for rows in (64, 128) for tokens in (8, 16, 32, 64)), Sm80(256, 64), Sm80(128, 128))
+SM80_W4 = (
+    *(Sm80(rows, tokens) for rows in (64, 128) for tokens in (8, 16, 32, 64)),
+    Sm80(256, 64),
+    Sm80(128, 128),
+    Sm80(64, 32, rounded=True),
+    Sm80(128, 64, rounded=True),
+)
 SM80_W8 = (Sm80(64, 16), Sm80(64, 64), Sm80(128, 64), Sm80(128, 128))
 # Promotion keeps a second accumulator, so a warpgroup can hold 64 x 128 of it: 128 x 128 only in cooperation.
 FULL_WIDE = Tile(128, 128, 128, (2, 1), "cooperative")

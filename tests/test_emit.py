@@ -307,7 +307,8 @@ def test_a_kernel_of_a_weight_has_the_members_of_its_declaration(name: str) -> N
     assert f"  static constexpr int kRows = {tile.rows}, kTokens = {tile.tokens}, kStep = {step};\n" in text
     forms = {"Minimum": "minimum" in gemm.scales}
     if isinstance(tile, MixedInput):
-        forms |= {"Gated": tile.gated, "Rounded": tile.rounded}
+        forms["Gated"] = tile.gated
+    forms["Rounded"] = tile.rounded
     assert ", ".join(f"k{form} = {str(of).lower()}" for form, of in forms.items()) + ";" in text
     assert f"cutegemm::{type(tile).__name__}<{name}>" in text
 

@@ -226,6 +226,14 @@ def test_what_hopper_has_and_what_ampere_has() -> None:
     assert not list(replace(PROBLEM, hopper=False).kernels(1))
 
 
+def test_kernels_for_ampere_round_values_of_four_bits_where_scales_have_the_type_of_x() -> None:
+    problem = Problem("w4a16_mm", "bf16", "int4", "bf16", 28672, 4096, scales="group128", hopper=False)
+    for m, forms in ((8, {False}), (32, {False, True}), (64, {False, True}), (4096, {True})):
+        assert {KERNELS[choice.kernel].tile.rounded for choice in candidates(problem, m)} == forms
+        assert not any(KERNELS[c.kernel].tile.rounded for c in candidates(replace(problem, same_type=False), m))
+    assert not any(k.tile.rounded for k in replace(problem, same_type=False).kernels(64))
+
+
 @pytest.mark.parametrize(
     ("k", "group_size", "want"),
     [

@@ -72,6 +72,7 @@ def test_every_field_is_in_the_name() -> None:
         Sm80(128, 16),
         Sm80(64, 16),
         Sm80(128, 64),
+        Sm80(128, 64, rounded=True),
         AnyShape(),
     ]
     gemm = Gemm("mm", "bf16", "bf16", "bf16", "linear", (tile,))

@@ -365,7 +365,7 @@ def mixed_input(kernel: Kernel) -> str:
 def sm80(kernel: Kernel) -> str:
     tile = kernel.tile
     assert isinstance(tile, Sm80)
-    return _of_weight(kernel, tile, "gemm_sm80.cuh", CUDA_TYPES[kernel.gemm.a])
+    return _of_weight(kernel, tile, "gemm_sm80.cuh", CUDA_TYPES[kernel.gemm.a], f", kRounded = {_true(tile.rounded)}")
 
 
 def _true(condition: object) -> str:

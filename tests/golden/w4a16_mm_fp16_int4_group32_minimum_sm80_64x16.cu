@@ -33,7 +33,7 @@ struct w4a16_mm_fp16_int4_group32_minimum_sm80_64x16 {
   using Weight = cutegemm::Int4;
   using Formula = ::Formula;
   static constexpr int kRows = 64, kTokens = 16, kStep = 32;
-  static constexpr bool kMinimum = true;
+  static constexpr bool kMinimum = true, kRounded = false;
 };
 
 CUTEGEMM_KERNEL_FILE("w4a16_mm_fp16_int4_group32_minimum_sm80_64x16", cutegemm::Sm80<w4a16_mm_fp16_int4_group32_minimum_sm80_64x16>)

@@ -33,7 +33,7 @@ struct w8a16_mm_bf16_e4m3_sm80_128x64 {
   using Weight = cutegemm::E4m3;
   using Formula = ::Formula;
   static constexpr int kRows = 128, kTokens = 64, kStep = 128;
-  static constexpr bool kMinimum = false;
+  static constexpr bool kMinimum = false, kRounded = false;
 };
 
 CUTEGEMM_KERNEL_FILE("w8a16_mm_bf16_e4m3_sm80_128x64", cutegemm::Sm80<w8a16_mm_bf16_e4m3_sm80_128x64>)
