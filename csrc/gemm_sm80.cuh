@@ -218,15 +218,10 @@ __device__ __forceinline__ int x_offset(int token, int chunk) { return token * k
 
 // Arithmetic
 
+// a * b: compute capability 8 has no product of pairs in BF16 but FMAs.
 template <bool kBf16>
 __device__ __forceinline__ uint32_t multiply_pair(uint32_t a, uint32_t b) {
-  uint32_t d;
-  if constexpr (kBf16) {
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  } else {
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  }
-  return d;
+  return fma_pairs<kBf16>(a, b, 0x80008000);
 }
 
 // first: c is 0 so far, and not read.
