@@ -1096,9 +1096,13 @@ struct Sm80 {
         cut(of_tile, call.options.split ? call.options.split : split);
         const double ctas = double(shape.row_tiles) * shape.token_tiles * shape.split;
         const double waves = std::ceil(ctas / call.sm_count);
-        const double bytes = of_tile * T::kStripBytes / 32. + std::min(call.m, T::kTokens) * kXRow / 45.;
-        // Of rounded values MMAs take most of the time, and a CTA alone has half of a multiprocessor's warps.
-        const double turns = !T::kRounded ? waves : waves > 1 ? 2 * std::ceil(waves / 2) : 1.5;
+        const double x_rate = T::kRounded && T::kTokens == 32 ? 75. : 45.;
+        const double bytes = of_tile * T::kStripBytes / 32. + std::min(call.m, T::kTokens) * kXRow / x_rate;
+        // Two CTAs with rounded values take turns on a multiprocessor, and one alone, with half of its warps, is
+        // slower.
+        const double pairs = std::floor(ctas / (2 * call.sm_count)), left = ctas - pairs * 2 * call.sm_count;
+        const double of_left = left == 0 ? 0 : left <= call.sm_count ? 1.5 : 2;
+        const double turns = T::kRounded ? 2 * pairs + of_left : waves;
         const double cost = turns * shape.part * std::max(bytes, of_tile * T::kTokens * (T::kWarps == 4 ? 1.5 : 0.95)) +
                             std::ceil(waves / T::kResident) * 1000 +
                             (shape.split > 1 ? 1500 + 8e-3 / 3 * shape.split * call.m * call.n : 0);
