@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import shutil
@@ -614,6 +615,23 @@ def test_main_writes_whole_runs_and_prints_parts(monkeypatch, tmp_path, capsys, 
     assert bench.main(["gemm_bf16", "--nk", "48x64", "--out", str(tmp_path / "out")]) == 1
     assert (tmp_path / "out" / "gemm_bf16.json").exists()
     assert "REFUSED m=1: wrong" in capsys.readouterr().out
+
+
+def test_a_run_that_is_cut_off_leaves_the_shapes_before(monkeypatch, tmp_path, on_cpu, with_gpu):
+    measured = []
+
+    def measure(shape, m, *_):
+        if shape.n == 80:
+            raise KeyboardInterrupt
+        measured.append({"op": "mm", "m": m, "n": shape.n, "k": shape.k})
+        return measured[-1]
+
+    monkeypatch.setattr(bench, "measure", measure)
+    monkeypatch.setattr(bench, "Shape", lambda family, n, k, ms, device: argparse.Namespace(n=n, k=k))
+    monkeypatch.setattr(bench, "line", str)
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(["gemm_bf16", "--nk", "48x64,80x64", "--m", "1,5", "--out", str(tmp_path)])
+    assert json.loads((tmp_path / "gemm_bf16.json").read_text())["rows"] == measured != []
 
 
 def test_main_says_what_it_can_not_do(capsys, tmp_path, with_gpu, monkeypatch):

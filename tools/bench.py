@@ -600,10 +600,12 @@ def run(
     rounds: int = 20,
     check_only: bool = False,
     device: str = "cuda",
+    keep: Callable[[list[Row]], None] = lambda rows: None,
 ) -> tuple[list[Row], list[str]]:
     """The family's rows, the last of them with host times, and a sentence for each row that was refused.
 
-    A kernel by its name has no host times, since calls otherwise have none.
+    A kernel by its name has no host times, since calls otherwise have none. keep: is called after each shape of the
+    weight, with the rows so far.
     """
     peers = {name: peer for name, peer in family.peers.items() if name not in without}
     rows: list[Row] = []
@@ -625,6 +627,7 @@ def run(
 
     for k, n in kn:
         sweep(n, k, ms)
+        keep(rows)
     if not check_only and family.hopper:
         sweep(HOST, HOST, (1,), host=True)
     return rows, refused
@@ -924,7 +927,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = module.judge(results)
         else:
             family = FAMILIES[name]
-            results, bad = run(family, args.nk or family.kn, args.m or family.m, without, args.rounds, args.check)
+
+            def keep(rows: list[Row], name: str = name) -> None:  # a run that is cut off leaves what it measured
+                if args.out and not args.check:
+                    write(args.out / f"{name}.json", dump(meta, rows))
+
+            kn, ms = args.nk or family.kn, args.m or family.m
+            results, bad = run(family, kn, ms, without, args.rounds, args.check, "cuda", keep)
             found = summary(family, results)
         refused += bad
         if not args.check:
