@@ -399,6 +399,7 @@ __global__ void __launch_bounds__(sm80::Tile<Variant>::kThreads, sm80::Tile<Vari
                        : kWide == 1 ? x_offset(min(lane % 8, there), lane / 8)
                                     : x_offset(min(lane / 16 * 8 + lane % 8, there), lane / 8 % 2));
   using X = uint32_t[T::kStep / 16][kWide][2];
+  // x of 16 k, for more than eight tokens.
   const auto load_x_of = [&](uint32_t stage, int k, uint32_t (&x)[kWide][2]) {
     const uint32_t at = (stage + x_place ^ k * 2 % 128) + k * 2 / 128 * 128;
 #pragma unroll
@@ -420,10 +421,7 @@ __global__ void __launch_bounds__(sm80::Tile<Variant>::kThreads, sm80::Tile<Vari
       } else if constexpr (kWide == 1) {
         load_matrices(at(k), x[i][0][0], x[i][0][1], x[i + 1][0][0], x[i + 1][0][1]);
       } else {
-#pragma unroll
-        for (int j = 0; j < kWide; j += 2) {
-          load_matrices(at(k) + j * 8 * kXRow, x[i][j][0], x[i][j][1], x[i][j + 1][0], x[i][j + 1][1]);
-        }
+        load_x_of(stage, k, x[i]);
       }
     }
   };
